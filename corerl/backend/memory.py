@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 import torch
 
 from corerl.backend.primitives import Primitives, StateKey
-from corerl.memory.device import GIB, DeviceMeter, empty_cache
+from corerl.memory.device import GIB, empty_cache, held_on
 from corerl.memory.storage import HostWeights, StorageSleeper, resident_bytes
 from corerl.models.config import hf_config
 from corerl.models.files import model_files
@@ -24,15 +24,15 @@ class DeviceMemory(Primitives):
     """The hooks `sleep` and `wake_up`, snapshots, and why memory ran out."""
 
     def _open_memory(self) -> None:
-        self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
+        self._sleeper = StorageSleeper(self.device)
         self._told: set[str] = set()  # notes that earlier sleeps returned
         self._host_weights = HostWeights(self._sleeper.host)
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        before = self._meter.held(self._all_tensors())
+        before = held_on(self.device, self._all_tensors())
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
         empty_cache(self.device)
-        held = self._meter.held(self._all_tensors())
+        held = held_on(self.device, self._all_tensors())
         notes = {self._sleeper.refusal} - {"", *self._told}
         self._told |= notes
         return SleepResult(
@@ -106,7 +106,7 @@ class DeviceMemory(Primitives):
         if not isinstance(error, torch.OutOfMemoryError):
             return ""
         try:
-            held = self._meter.held(self._all_tensors())  # measured before a backend releases gathered parameters
+            held = held_on(self.device, self._all_tensors())  # measured before a backend releases gathered parameters
             parts = held.described({kind: resident_bytes(self.on_device(kind)) for kind in MemoryKind})
         except Exception:  # half built, or stopped in mid-step: the error speaks for itself
             return ""

@@ -15,7 +15,6 @@ Result = TypeVar("Result")
 # Settings of sampling for training, and what to set for evaluation instead.
 SAMPLING = {f"rollout.{name}": f"set eval.{name}" for name in ("samples", "temperature", "top_p", "top_k")}
 SAMPLING["rollout.prompts"] = "all held-out prompts are scored; data.held_out says how many there are"
-MOST_NOTICES = 20  # of a run's training that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             own = config
         scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
-        summary = train(evolve(own, run=evolve(own.run, dir=str(scores))))
-        print_notices(Path(own.run.dir), scores)
-        return summary
+        return train(evolve(own, run=evolve(own.run, dir=str(scores))))
 
     if config is None:
         summary = with_checkpoint(what, score)
@@ -81,16 +78,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0
-
-
-def print_notices(run_dir: Path, scores: Path) -> None:
-    """Print the last notices of a run's training to stderr, without those that its evaluation has too."""
-    from corerl.messages import note
-    from corerl.observability.jsonl import read_notices
-
-    seen = {notice.text for notice in read_notices(scores)}
-    for notice in [each for each in read_notices(run_dir) if each.text not in seen][-MOST_NOTICES:]:
-        note(f"in training, after step {notice.step}: {notice.text}")
 
 
 def config_for(checkpoint: Path, given: Sequence[str]) -> Config:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from corerl.cluster.nodes import own_address as own_address
     from corerl.cluster.placement import Bundle as Bundle
     from corerl.cluster.placement import ResourcePool as ResourcePool
+    from corerl.cluster.placement import Slot as Slot
     from corerl.cluster.runtime import ray_session as ray_session
 else:
     from corerl.imports import on_demand

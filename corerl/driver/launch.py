@@ -102,7 +102,7 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
 def _end_observers(progress: Progress, start: Start, error: BaseException, damaged: Faults) -> None:
     """Let observers know that the run has failed, or starts again from an older checkpoint."""
     if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
-        error.add_note(f"the run ended in step {progress.steps_done + 1}")
+        error.add_note(f"the run ended in step {progress.steps_done}")
     falls_back = start.resumed if isinstance(error, CheckpointDamaged) and start.resume in damaged else None
     if falls_back is not None and latest(falls_back, damaged=damaged) is not None:
         progress.observers.shutdown("restarted")
@@ -210,7 +210,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             residency=residency,
             progress=progress,
-            notices=StepNotices.of_run(plan),
+            notices=StepNotices(algorithm=plan.algorithm),
             placeholder=None if plan.rollout.pictures is None else plan.rollout.pictures.placeholder,
         ),
     )

@@ -102,7 +102,7 @@ class Recovery:
         return evolve(point, version=version)
 
     def _replayed(self, point: RestartPoint) -> str:
-        first, last = point.step + 1, self.groups.step
+        first, last = point.step, self.groups.step - 1  # a checkpoint of step 2 has steps 0 and 1
         if first > last:
             return ""
         return f"; replaying step {last}" if first == last else f"; replaying steps {first}-{last}"

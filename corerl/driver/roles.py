@@ -166,7 +166,7 @@ class ReferencePolicy:
         snapshot.create().result()  # from the checkpoint's weights, which are the reference at every such step
         if late := step % every:
             self.progress.notice(
-                f"the reference policy is the actor of step {step}, not of step {step - late}, whose weights no "
+                f"the reference policy is the actor after {step} steps, not after {step - late}, whose weights no "
                 "checkpoint has"
             )
 

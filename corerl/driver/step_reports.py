@@ -21,14 +21,12 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.engines.fleet import EngineFleet
-from corerl.models.tokenizer import special_tokens
 from corerl.observability.timing import idle, idle_seconds
 from corerl.plan.algorithm import AlgorithmPlan
-from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plugin.events import StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import ROLE, TURN_REWARDS, SampleBatch, TrainResult
+from corerl.types import ROLE, TrainResult
 
 STEPS = 3  # in a row with equal rewards
 NEARLY_ALL = 0.9  # share of a step's groups
@@ -39,74 +37,14 @@ class StepNotices:
     """Reads each step of a run, and remembers what is reported only once."""
 
     algorithm: AlgorithmPlan
-    trains: bool = True  # whether the run trains on its samples
-    max_tokens: int = 0  # rollout.max_tokens of the samples; 0: unknown
-    unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {}: reported
     _equal: int = field(default=0, init=False)  # steps in a row whose rewards teach nothing
-    _reported: set[str] = field(factory=set, init=False)  # names of lines
-
-    @classmethod
-    def of_run(cls, plan: Plan) -> StepNotices:
-        samples = plan.run.has_engines
-        return cls(
-            algorithm=plan.algorithm,
-            trains=plan.run.trains,
-            max_tokens=plan.rollout.params.max_tokens if samples else 0,
-            unseen=unseen_tokens(plan.rollout) if samples else {},
-        )
 
     def of(self, scored: ScoredRollout) -> Iterator[str]:
         if scored.first_failure:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
-        yield from self._of_unseen(scored.rollout.batch)
-        lines = self._of_parts(scored) | self._of_turns(scored.rollout.batch)
-        yield from (line for name, line in lines.items() if name not in self._reported)
-        self._reported |= lines.keys()
         if not self.algorithm.asks_frozen:
             yield from self._of_equal_rewards(scored)
-
-    def _of_parts(self, scored: ScoredRollout) -> dict[str, str]:
-        """A line about the parts of the reward that dynamic sampling adds up, by its name."""
-        settings = self.algorithm.settings
-        if len(scored.parts) < 2 or not settings.dynamic_sampling or settings.dynamic_sampling_on:
-            return {}
-        return {
-            "parts": f"the reward has the parts {', '.join(map(repr, scored.parts))}; groups are equal where the sums "
-            "of all parts are; name the part that decides in algorithm.dynamic_sampling_on, if one does"
-        }
-
-    def _of_turns(self, batch: SampleBatch) -> dict[str, str]:
-        """Lines about what becomes of the turns of episodes, by name."""
-        settings, rows, lines = self.algorithm.settings, batch.row_columns, dict[str, str]()
-        rewards = batch.columns.get(TURN_REWARDS)
-        adds_up = self.trains and not self.algorithm.credits_turns and not settings.advantages
-        if adds_up and rewards is not None and rewards.any() and (rows["turns"] > 1).any():
-            lines["turns"] = (
-                f"the rewards of an episode's turns are only added up by algorithm.name={settings.name!r}, and all "
-                "tokens of an episode get one advantage; to credit each turn with its own, use an algorithm whose spec "
-                "says credits_turns, or algorithm.advantages"
-            )
-        if self.max_tokens and "span" in rows:
-            full = rows["truncated"] & (rows["span"] < self.max_tokens)  # of others, the last answer was cut
-            if full.any():
-                lines["full"] = (
-                    f"{full.sum()} of {len(full)} rows ended because what follows an answer, such as a tool's result, "
-                    f"left no room in rollout.max_tokens={self.max_tokens}; they count as truncated, also for "
-                    "algorithm.overlong"
-                )
-        return lines
-
-    def _of_unseen(self, batch: SampleBatch) -> Iterator[str]:
-        """That the reward misses tokens that the policy samples; once."""
-        found = batch.columns["loss_mask"] & np.isin(batch.tokens, list(self.unseen))
-        if found.any():
-            token = self.unseen[int(batch.tokens[found][0])]
-            self.unseen = {}
-            yield (
-                f"samples contain special tokens, such as {token!r}, which the reward's text leaves out; set "
-                "reward.special_tokens=true if it needs them"
-            )
 
     def _of_equal_rewards(self, scored: ScoredRollout) -> Iterator[str]:
         """That several steps in a row taught nothing: nearly all groups had equal rewards or, where groups are not
@@ -127,17 +65,6 @@ class StepNotices:
                     "learned from these; check the reward and the samples, or use prompts that this model answers "
                     "right sometimes"
                 )
-
-
-def unseen_tokens(plan: RolloutPlan) -> dict[int, str]:
-    """The special tokens that the texts of samples leave out, by id, besides those that any tokenizer has and those
-    that end samples."""
-    tokenizer = plan.tokenizer
-    if plan.rewarding.special_tokens:
-        return {}
-    common = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
-    known = common | set(plan.params.stop_tokens)
-    return {index: token for index, token in special_tokens(tokenizer).items() if index not in known}
 
 
 @define(kw_only=True, eq=False)

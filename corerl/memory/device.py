@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -45,70 +44,35 @@ class Held:
         return "; ".join(f"{what}: {size / GIB:.3g} GiB" for what, size in parts.items() if size)
 
 
-class DeviceMeter:
-    """Measures one device. Keeps the driver's library, which takes a moment to load."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._processes = Nvml.open(device) if device.type == "cuda" else None
-
-    def held(self, tensors: Iterable[torch.Tensor]) -> Held:
-        """Measure the device. On a CPU, where a process's tensors cannot be separated from its other memory, count the
-        distinct storages of `tensors`."""
-        if self._device.type != "cuda":
-            size = resident_bytes(tensors)
-            return Held(used=size, own=size, live=size, cached=0)
-        free, total = torch.cuda.mem_get_info(self._device)
-        live, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
-        own = None if self._processes is None else self._processes.own_bytes()
-        if own is not None and not reserved <= own <= total - free:
-            own = None  # another process, whose host id equals this one's id in its container
-        return Held(used=total - free, own=own, live=live, cached=reserved - live, total=total)
+def held_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> Held:
+    """Measure a device. On a CPU, where a process's tensors cannot be separated from its other memory, count
+    the distinct storages of `tensors`."""
+    if device.type != "cuda":
+        size = resident_bytes(tensors)
+        return Held(used=size, own=size, live=size, cached=0)
+    free, total = torch.cuda.mem_get_info(device)
+    live, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    own = own_bytes(device)
+    if own is not None and not reserved <= own <= total - free:
+        own = None  # another process, whose host id equals this one's id in its container
+    return Held(used=total - free, own=own, live=live, cached=reserved - live, total=total)
 
 
-class _Process(ctypes.Structure):
-    """nvmlProcessInfo_t, second version (nvml.h)."""
-
-    _fields_ = (
-        ("pid", ctypes.c_uint),
-        ("used", ctypes.c_ulonglong),  # bytes; all bits set if the driver does not know
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-    )
-
-
-class Nvml:
-    """The driver's management library. It uses the host's process ids, so it may not find a process in a container."""
-
-    MOST = 256  # processes on one device
-
-    def __init__(self, library: Any, handle: Any) -> None:
-        self._library, self._handle = library, handle
-
-    @classmethod
-    def open(cls, device: torch.device) -> Nvml | None:
-        """Load the library for this device; None if it is not installed, or does not know the device."""
-        try:
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-            _ = library.nvmlDeviceGetComputeRunningProcesses_v3  # not in drivers before 510
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-        except (OSError, AttributeError):
-            return None
-        handle = ctypes.c_void_p()
-        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
-            return None
-        return cls(library, handle)
-
-    def own_bytes(self) -> int | None:
-        """Bytes of the device that this process uses, its context included; None if unknown."""
-        found, count = (_Process * self.MOST)(), ctypes.c_uint(self.MOST)
-        if self._library.nvmlDeviceGetComputeRunningProcesses_v3(self._handle, ctypes.byref(count), found):
-            return None
-        for process in found[: count.value]:
-            if process.pid == os.getpid() and process.used != ctypes.c_ulonglong(-1).value:
-                return int(process.used)
+def own_bytes(device: torch.device) -> int | None:
+    """Bytes of the device that this process uses, its context included; None without nvidia-ml-py, or where the driver
+    does not find the process: it uses the host's ids, and those in a container are others."""
+    try:
+        import pynvml
+    except ImportError:
         return None
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return None
+    return next((each.usedGpuMemory for each in processes if each.pid == os.getpid()), None)
 
 
 def empty_cache(device: torch.device) -> None:

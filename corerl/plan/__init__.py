@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from corerl.plan.plan import PlanReady as PlanReady
     from corerl.plan.processes import ENGINES as ENGINES
     from corerl.plan.residency import FORWARD as FORWARD
+    from corerl.plan.residency import REST as REST
     from corerl.plan.residency import UPDATE as UPDATE
     from corerl.plan.residency import train_stage as train_stage
     from corerl.plan.resolve import ignored_tables as ignored_tables

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,10 +304,10 @@ def resume_data(source: PromptSource, state: Mapping[str, Any], *, seed: int) ->
     if went_on and all(share is not None for share in went_on):
         source.divide([share for share in went_on if share is not None])
         source.continues = record["identity"]
-        return list(_lines(shares, source.shares, before)), ""
+        return list(_lines(source.shares, before)), ""
     changes = list(_changes(shares, before, trained, held_out))
     if position["seed"] != seed:
-        changes.append(f"run.seed is {seed} (was {position['seed']})")
+        changes.append(f"run.seed: {seed} (was {position['seed']})")
     source.replaces = record["identity"]
     return [], "; ".join(changes) or "rows are in other sources"
 
@@ -336,37 +336,28 @@ def _with_added(share: Share, before: Recorded, epoch: int) -> Share | None:
     return evolve(share, train=share.train[np.concatenate([rows, new])], added=added)
 
 
-def _lines(fresh: Sequence[Share], shares: Sequence[Share], before: Sequence[Recorded]) -> Iterator[str]:
+def _lines(shares: Sequence[Share], before: Sequence[Recorded]) -> Iterator[str]:
     """What changed in data that a run can continue with."""
-    for unordered, share, old in zip(fresh, shares, before, strict=True):
-        new, held_out = len(share.train) - len(old.rows), len(share.held_out) - len(old.held_out)
-        if new:
-            yield f"data{_of(share)}: new rows: {new}; they come at the end of this epoch"
-        if held_out:
-            yield f"data{_of(share)}: new rows that are held out: {held_out}"
-        if not np.array_equal(unordered.train[: len(old.rows)], share.train[: len(old.rows)]):
-            yield f"data{_of(share)}: the rows are in another order than in the checkpoint, whose order is kept"
+    for share, old in zip(shares, before, strict=True):
+        of = f"data of source {share.name!r}" if share.name else "data"
+        if new := len(share.train) - len(old.rows):
+            yield f"{of}: new rows: {new}; they come at the end of this epoch"
+        if held_out := len(share.held_out) - len(old.held_out):
+            yield f"{of}: new rows that are held out: {held_out}"
 
 
 def _changes(
     shares: Sequence[Share], before: Sequence[Recorded], trained: UIntArray, held_out: UIntArray
 ) -> Iterator[str]:
     """How data differ that a run cannot continue with."""
-    if (now := _mix(shares)) != (then := _mix(before)):
-        yield f"the sources are {now} (were {then})"
+    settings = {
+        "data.sources": [", ".join(f"{each.name} {each.weight:g}" for each in side) for side in (shares, before)],
+        "data.held_out": [", ".join(str(len(each.held_out)) for each in side) for side in (shares, before)],
+    }
+    yield from (f"{name}: {now} (was {then})" for name, (now, then) in settings.items() if now != then)
     digests, known = np.concatenate([share.digests for share in shares]), np.concatenate([trained, held_out])
     new, gone = int((~np.isin(digests, known)).sum()), int((places(known, digests) < 0).sum())
     if new or gone:
         yield f"{new} of {len(digests)} rows are new, {gone} of {len(known)} are gone"
     if taken := sum(int(np.isin(share.digests_of(share.held_out), trained).sum()) for share in shares):
         yield f"rows that were trained on and are held out now: {taken}"
-    if freed := sum(int(np.isin(share.digests_of(share.train), held_out).sum()) for share in shares):
-        yield f"rows that were held out and are trained on now: {freed}"
-
-
-def _mix(sources: Iterable[Share | Recorded]) -> str:
-    return ", ".join(f"{each.name or 'one'} (weight {each.weight:g})" for each in sources)
-
-
-def _of(share: Share) -> str:
-    return f" of source {share.name!r}" if share.name else ""

@@ -6,7 +6,7 @@ once and return the result, or observe on the driver. Hooks are called on every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
@@ -68,24 +68,6 @@ class RunControl(Protocol):
     @property
     def plan(self) -> Plan:
         """Of the groups as they are; `plan.record` is its config as plain data."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Ranks by role, and replicas, under the names of their settings: roles.actor.ranks, rollout.replicas."""
-
-    def replan(self, overrides: Sequence[str]) -> Plan:
-        """The plan with overrides of sizes, layouts and backends, such as "roles.actor.ranks=4". Changes nothing.
-        Raises UserError for other settings, and for all that is wrong with these."""
-
-    def apply(self, plan: Plan) -> list[str]:
-        """Let the groups be as `plan` says; returns a line for each that has changed, which is also a notice.
-
-        In `between_steps`, ranks go on with the state that they have, and engines are started or ended. Raises
-        ResizeFailed or UserError where a group could not be changed: then it is as before, and the run may go on; and
-        WorkerDied if ranks die, which `between_steps` lets pass: the run then goes on from its newest checkpoint.
-
-        In `ranks_failed` nothing is started yet: what is about to start does so by this plan, on the devices that are
-        left. Raises CorerlError if there are too few."""
 
     def notice(self, text: str) -> None:
         """Report a sentence that the user should read."""
@@ -159,14 +141,14 @@ class Hooks(Protocol):
 
     def between_steps(self, run: RunControl) -> None:
         """Called in a run that trains after each step but the last: it has been trained on, reported and saved, and
-        nothing else runs on the ranks. May change the groups (`run.apply`), and stop the run (`run.request_stop`).
-        Called in the order of the config's list. An error ends the run, with the extension's name; a WorkerDied of
-        `run.apply` is to be let pass."""
+        nothing else runs on the ranks. May stop the run (`run.request_stop`), or change its groups
+        (`corerl_elastic.resize`). Called in the order of the config's list. An error ends the run, with the extension's
+        name; a WorkerDied is to be let pass."""
 
     def ranks_failed(self, run: RunControl, failure: ProcessFailure) -> None:
         """Called where processes have ended, before others are started in their place: all ranks, or engines alone.
-        May decide with `run.apply` by which plan they start. Where a machine is gone (`failure.lost`) somebody must:
-        without a plan for the devices that are left, the run ends. An error ends it too, with the extension's name."""
+        Where a machine is gone (`failure.lost`) somebody must find another, or plan smaller groups, as the extension
+        `elastic` does; else the run ends. An error ends it too, with the extension's name."""
 
     def observe(self, event: Event) -> None:
         """Receive an event. For extensions on the driver only; workers emit no events."""

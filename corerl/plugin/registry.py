@@ -90,7 +90,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "wandb": "wandb",
         },
         Kind.ALGORITHMS: {
-            "algorithms": "cispo dapo distill dr-grpo gspo gspo-token reinforce++ reinforce++-baseline rloo",
+            "algorithms": "cispo dapo distill dr-grpo gspo gspo-token ppo reinforce++ reinforce++-baseline rloo",
         },
         Kind.COMMANDS: {
             "doctor": "doctor",

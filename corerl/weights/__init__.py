@@ -6,7 +6,6 @@ if TYPE_CHECKING:
     from corerl.weights.adapters import adapted as adapted
     from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.adapters import is_adapter as is_adapter
-    from corerl.weights.checksums import Digest as Digest
     from corerl.weights.checksums import bit_sums as bit_sums
     from corerl.weights.checksums import checksum as checksum
     from corerl.weights.checksums import digest as digest

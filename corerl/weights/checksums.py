@@ -38,31 +38,6 @@ def digest(flat: torch.Tensor) -> torch.Tensor:
     return device_sum(data)
 
 
-class Digest:
-    """A checksum computed asynchronously: only `value` waits for it."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self._found = digest(flat)
-        self._done: torch.cuda.Event | None = None
-        if flat.device.type == "cpu":
-            return
-        on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-        self._found = on_host.copy_(self._found, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record()
-
-    @property
-    def ready(self) -> bool:
-        """Whether the checksum, and everything queued before it that writes to `flat`, is done."""
-        return self._done is None or self._done.query()
-
-    def value(self) -> int:
-        """The checksum, equal to `checksum(flat)`; waits for it."""
-        if self._done is not None:
-            self._done.synchronize()
-        return int(self._found)
-
-
 def device_sum(data: torch.Tensor) -> torch.Tensor:
     """A sum over the bytes `data` that detects flipped bits and swapped words; an int64 scalar on its device.
 

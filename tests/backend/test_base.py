@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from corerl.backend import Backend, ExtraState, StateKey
+from corerl.backend import Backend, ExtraState, StateKey, memory
 from corerl.checkpoint import writer
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.errors import (
@@ -24,7 +24,6 @@ from corerl.errors import (
     WeightUpdateError,
 )
 from corerl.memory import storage
-from corerl.memory.device import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.hooks import Context
 from corerl.plugin.host import PluginHost
@@ -281,9 +280,8 @@ def test_out_of_memory_says_what_holds_the_memory(setup: Setup, monkeypatch: pyt
     gib = 4 * sum(param.numel() for param in model.parameters()) / 2**30
     host = host_of(Large())
     host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
-    own = DeviceMeter.held
-    others = 80 * 2**30
-    monkeypatch.setattr(DeviceMeter, "held", lambda *of: evolve(found := own(*of), used=found.used + others))
+    own, others = memory.held_on, 80 * 2**30
+    monkeypatch.setattr(memory, "held_on", lambda *of: evolve(found := own(*of), used=found.used + others))
     with pytest.raises(HookFailed) as caught:
         host.forward_backward(PackedBatch(micro_batches=(), count=1), LOSS, (), True, at=step_at(3))
     assert caught.value.message == (

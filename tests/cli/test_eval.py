@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -46,22 +45,6 @@ def test_scores_go_to_the_run_dir_that_is_given(
     assert main(["eval", str(checkpoint), "--json", f"run.dir={tmp_path / 'mine'}"]) == 0
     assert (evaluated[0].run.dir, evaluated[0].extensions) == (str(tmp_path / "mine/eval"), ())
     assert capsys.readouterr().out == '{"reward": 0.5}\n'
-
-
-@pytest.mark.usefixtures("evaluated")
-def test_notices_of_training_are_printed_unless_scoring_repeats_them(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run/eval").mkdir()
-    for directory, texts in {
-        "run": ["no answer", *(f"step {n} is skipped" for n in range(30))],
-        "run/eval": [],
-    }.items():
-        lines = [json.dumps({"text": text, "step": step}) for step, text in enumerate([*texts, "top_p is set"])]
-        (tmp_path / directory / "notices.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert main(["eval", str(checkpoint)]) == 0
-    printed = [line for line in capsys.readouterr().err.splitlines() if "in training" in line]
-    assert printed == [f"corerl: note: in training, after step {n + 1}: step {n} is skipped" for n in range(10, 30)]
 
 
 def test_how_a_run_samples_for_training_is_refused_here(

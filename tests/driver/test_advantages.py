@@ -9,13 +9,13 @@ import pytest
 
 from corerl.algorithms.base import Advantages, Estimate
 from corerl.algorithms.grpo import GRPO, GRPOOptions
-from corerl.algorithms.ppo import PPO
-from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import AlgorithmConfig
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.errors import DataError
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.types import ROLE, TURN_REWARDS, FloatArray, SampleBatch
+from corerl_algorithms.ppo import PPO
+from corerl_algorithms.ppo import Options as OfPPO
 
 REWARDS = np.array([1.0, 0.0], np.float32)
 

@@ -46,8 +46,7 @@ def test_an_algorithm_that_is_not_installed_names_its_extra(tmp_path: Path) -> N
     with pytest.raises(UserError) as caught:
         make_plan(small(tmp_path, "algorithm.name=dapo"))
     assert caught.value.message == (
-        "algorithm.name: unknown algorithm 'dapo'; installed: grpo, ppo; to install 'dapo': "
-        "pip install 'corerl[algorithms]'"
+        "algorithm.name: unknown algorithm 'dapo'; installed: grpo; to install 'dapo': pip install 'corerl[algorithms]'"
     )
 
 

@@ -97,7 +97,7 @@ def test_a_death_that_ends_the_run_comes_with_its_step(tmp_path: Path, monkeypat
     monkeypatch.setattr(driver, "_assemble", dies)
     with pytest.raises(WorkerDied) as raised:
         execute_here(small(tmp_path))
-    assert raised.value.__notes__ == ["the run ended in step 5"]
+    assert raised.value.__notes__ == ["the run ended in step 4"]
 
 
 class Saves:

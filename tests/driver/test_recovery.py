@@ -109,7 +109,7 @@ def test_restarts_without_a_new_step_are_limited() -> None:
     with pytest.raises(WorkerDied, match=r"^three; gave up after 2 restarts without a new step \(train.restarts\)$"):
         case.dies("three")
     assert told(case.ears) == [
-        f"{cause}; restarting all ranks from the initial weights; replaying steps 1-3" for cause in ("one", "two")
+        f"{cause}; restarting all ranks from the initial weights; replaying steps 0-2" for cause in ("one", "two")
     ]
     case.recovery.step_done()  # a step that was not done before
     case.dies("four")
@@ -149,8 +149,8 @@ def test_ranks_restart_from_the_newest_checkpoint_on_disk_or_in_memory(tmp_path:
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     old, newer, newest = saved(disk, 2), saved(memory, 4), saved(disk, 5)
     for checkpoint, kept, used, words, after in (
-        (old, None, old, "checkpoint step 2; replaying steps 3-5", ([2], None)),
-        (old, newer, newer, "in-memory checkpoint step 4; replaying step 5", ([-1], [-1])),
+        (old, None, old, "checkpoint step 2; replaying steps 2-4", ([2], None)),
+        (old, newer, newer, "in-memory checkpoint step 4; replaying step 4", ([-1], [-1])),
         (newest, newer, newest, "checkpoint step 5", ([5], [-1])),
     ):
         saves, in_memory = Saves(checkpoint), Saves(kept, in_memory=True) if kept else None
@@ -182,7 +182,7 @@ def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -
     case.dies("it")
     assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
     assert case.groups.log[2] == f"start from {old}" and saves.log == [2]
-    assert told(case.ears) == ["it; restarting all ranks from checkpoint step 2; replaying steps 3-5"]
+    assert told(case.ears) == ["it; restarting all ranks from checkpoint step 2; replaying steps 2-4"]
 
 
 @pytest.mark.parametrize(

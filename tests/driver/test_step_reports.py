@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from attrs import evolve
@@ -13,21 +11,20 @@ from corerl.driver.step_reports import StepNotices
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import TURN_REWARDS, SampleBatch
+from corerl.types import SampleBatch
 from tests.rollout.scored import scored
 
 
-def notices(*, compares: bool = True, credits_turns: bool = False, algorithm: Any = None, **more: Any) -> StepNotices:
+def notices(*, compares: bool = True) -> StepNotices:
     plan = AlgorithmPlan(
-        settings=AlgorithmConfig(**algorithm or {}),
+        settings=AlgorithmConfig(),
         estimate=None,  # type: ignore[arg-type]  # no step is computed
         passes=(),
         objectives={},
         postprocess=None,
         compares=compares,
-        credits_turns=credits_turns,
     )
-    return StepNotices(algorithm=plan, **more)
+    return StepNotices(algorithm=plan)
 
 
 def said(of: StepNotices, *steps: ScoredRollout) -> list[str]:
@@ -37,59 +34,6 @@ def said(of: StepNotices, *steps: ScoredRollout) -> list[str]:
 def test_failed_samples_are_counted_with_the_first_failure() -> None:
     failed = evolve(scored(), failures={"raised": 2, "late": 1}, first_failure="reward 'mine' raised")
     assert said(notices(), failed, scored()) == ["step 0: 3 samples failed; the first: reward 'mine' raised"]
-
-
-def test_special_tokens_that_the_reward_misses_are_reported_once() -> None:
-    batch = scored().rollout.batch
-    generated = int(batch.tokens[batch.columns["loss_mask"]][0])
-    of = notices(unseen={generated: "<think>", -1: "<none>"})
-    (line,) = said(of, scored(), scored())
-    assert line.startswith("samples contain special tokens, such as '<think>', which the reward's text leaves out; set")
-    assert said(notices(unseen={-1: "<none>"}), scored()) == []
-
-
-def test_parts_that_dynamic_sampling_adds_up_are_reported_once() -> None:
-    several = evolve(scored(), parts={"right": (1.0, 4), "length": (0.5, 4)})
-    line = (
-        "the reward has the parts 'right', 'length'; groups are equal where the sums of all parts are; name the part "
-        "that decides in algorithm.dynamic_sampling_on, if one does"
-    )
-    assert said(notices(algorithm={"dynamic_sampling": 2}), scored(), several, several) == [line]
-    assert said(notices(), several) == []
-    assert said(notices(algorithm={"dynamic_sampling": 2, "dynamic_sampling_on": "right"}), several) == []
-
-
-def of_turns(rewards: float, turns: int, *, truncated: bool = False, span: int = 3) -> ScoredRollout:
-    step = scored()
-    batch = step.rollout.batch
-    columns = {**batch.columns, TURN_REWARDS: np.full(len(batch.tokens), rewards, np.float32)}
-    rows = {"turns": np.full(4, turns), "span": np.full(4, span), "truncated": np.array([truncated, *[False] * 3])}
-    return evolve(
-        step,
-        rollout=evolve(step.rollout, batch=evolve(batch, columns=columns, row_columns={**batch.row_columns, **rows})),
-    )
-
-
-def test_rewards_of_turns_that_are_only_added_up_are_reported_once() -> None:
-    line = (
-        "the rewards of an episode's turns are only added up by algorithm.name='grpo', and all tokens of an episode "
-        "get one advantage; to credit each turn with its own, use an algorithm whose spec says credits_turns, or "
-        "algorithm.advantages"
-    )
-    assert said(notices(), of_turns(0.0, 2), of_turns(0.5, 1), of_turns(0.5, 2), of_turns(0.5, 2)) == [line]
-    assert said(notices(credits_turns=True), of_turns(0.5, 2)) == []
-    assert said(notices(algorithm={"advantages": "mine:advantages"}), of_turns(0.5, 2)) == []
-    assert said(notices(trains=False), of_turns(0.5, 2)) == []
-
-
-def test_rows_that_tool_results_filled_are_reported_once() -> None:
-    filled, cut = of_turns(0.0, 2, truncated=True), of_turns(0.0, 2, truncated=True, span=8)
-    line = (
-        "1 of 4 rows ended because what follows an answer, such as a tool's result, left no room in "
-        "rollout.max_tokens=8; they count as truncated, also for algorithm.overlong"
-    )
-    assert said(notices(max_tokens=8), of_turns(0.0, 2), cut, filled, filled) == [line]
-    assert said(notices(), filled) == []
 
 
 def with_rewards(*groups: str) -> ScoredRollout:

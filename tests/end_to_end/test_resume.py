@@ -83,12 +83,12 @@ def test_a_stopped_and_killed_run_equals_the_uninterrupted_one(uninterrupted: Fi
             with occupied(run_dir):
                 pass
         kill(command, run_dir)
-    assert "resumed after step 3 of 6" in command.out.splitlines()
+    assert "resumed after 3 of 6 steps" in command.out.splitlines()
     assert latest(run_dir) == checkpoints / "step-00000003"
 
     with Command(*resumed, "backend.name=fsdp", logs=tmp_path) as command:
         assert (command.finish(), command.err) == (0, "")
-    assert "resumed after step 3 of 6" in command.out.splitlines()
+    assert "resumed after 3 of 6 steps" in command.out.splitlines()
     assert not partial.exists()
     assert_same_as(uninterrupted, run_dir)
 

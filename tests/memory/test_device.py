@@ -1,61 +1,76 @@
 from __future__ import annotations
 
-import ctypes
 import os
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from corerl.memory.device import GIB, DeviceMeter, Nvml
+from corerl.memory.device import GIB, held_on, own_bytes
+
+GPU = torch.device("cuda", 0)
 
 
-def test_a_machine_without_the_drivers_library_has_nothing_to_say_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", absent)
-    assert Nvml.open(torch.device("cuda", 0)) is None
+class Refusal(Exception):
+    """As of a driver that does not answer."""
 
 
-def absent(name: str) -> None:
-    raise OSError(f"{name}: cannot open shared object file")
+class Driver(ModuleType):
+    """In place of pynvml: what the driver says of its processes, (pid, bytes)."""
 
+    NVMLError = Refusal
 
-class Library:
-    """What the driver says of its processes: (pid, bytes)."""
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.processes: list[tuple[int, int | None]] = [(1, 44 * GIB), (os.getpid(), 6 * GIB)]
+        self.refuses = False
 
-    def __init__(self, processes: list[tuple[int, int]], status: int = 0) -> None:
-        self.processes, self.status = processes, status
+    def nvmlInit(self) -> None:
+        if self.refuses:
+            raise Refusal
 
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, found: Any) -> int:
-        assert count._obj.value == len(found) == Nvml.MOST
-        for slot, (pid, used) in zip(found, self.processes, strict=False):
-            slot.pid, slot.used = pid, used
-        count._obj.value = len(self.processes)
-        return self.status
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert uuid == "GPU-7f"
+        return "handle"
 
-
-def test_a_driver_that_refuses_to_tell_is_believed() -> None:
-    assert Nvml(Library([(os.getpid(), GIB)], status=3), None).own_bytes() is None
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[Any]:
+        assert handle == "handle"
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Library:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A device of 80 GiB of which 50 are used: 4 by tensors, 1 by torch's cache."""
-    library = Library([(os.getpid(), 6 * GIB), (1, 44 * GIB)])
-    monkeypatch.setattr(Nvml, "open", lambda device: Nvml(library, None))
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7f"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
-    return library
+    return driver
 
 
-def test_without_process_counts_the_residual_is_the_devices(gpu: Library) -> None:
+def test_the_residual_is_this_processs_where_the_driver_knows_it(gpu: Driver) -> None:
+    held = held_on(GPU, [])
+    assert (held.own, held.residual, held.used, held.cached) == (6 * GIB, 6 * GIB, 50 * GIB, GIB)
+
+
+def test_without_process_counts_the_residual_is_the_devices(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.processes = [(1, 6 * GIB)]
-    held = DeviceMeter(torch.device("cuda", 0)).held([])
+    held = held_on(GPU, [])
     assert (held.own, held.residual) == (None, 50 * GIB)
     assert held.described({}).endswith("which the driver cannot tell apart here: 45 GiB")
+    gpu.processes = [(os.getpid(), None)]
+    assert own_bytes(GPU) is None
+    gpu.refuses = True
+    assert own_bytes(GPU) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert own_bytes(GPU) is None
 
 
 @pytest.mark.parametrize("size", [2 * GIB, 51 * GIB])  # less than torch holds; more than anyone does
-def test_another_process_of_the_same_id_is_not_taken_for_this_one(gpu: Library, size: int) -> None:
+def test_another_process_of_the_same_id_is_not_taken_for_this_one(gpu: Driver, size: int) -> None:
     gpu.processes = [(os.getpid(), size)]
-    assert DeviceMeter(torch.device("cuda", 0)).held([]).own is None
+    assert held_on(GPU, []).own is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from corerl.memory.device import DeviceMeter, empty_cache, lone_rank_options
+from corerl.memory.device import empty_cache, held_on, lone_rank_options
 from corerl.memory.pool import PinnedPool
 from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind
@@ -70,16 +70,16 @@ def test_the_driver_counts_what_was_freed_and_again_what_was_restored(
 ) -> None:
     gc.collect()
     torch.cuda.empty_cache()  # these would lie in larger pieces that earlier tests have left, and free all of them
-    held, meter = state(device), DeviceMeter(device)
+    held = state(device)
     torch.cuda.empty_cache()
-    awake = meter.held(held)
+    awake = held_on(device, held)
     sleeper.release(MemoryKind.PARAM, held)
     torch.cuda.empty_cache()
-    asleep = meter.held(held)
+    asleep = held_on(device, held)
     assert awake.residual - asleep.residual == pytest.approx(sum(SIZES), rel=0.1)
     assert asleep.live + asleep.cached <= asleep.residual <= asleep.used
     sleeper.restore(MemoryKind.PARAM)
-    assert meter.held(held).residual == pytest.approx(awake.residual, rel=0.1)
+    assert held_on(device, held).residual == pytest.approx(awake.residual, rel=0.1)
 
 
 def test_device_memory_that_is_not_there_leaves_all_asleep(device: torch.device, sleeper: StorageSleeper) -> None:
@@ -108,12 +108,11 @@ def test_a_lone_ranks_communicator_holds_little_and_does_what_others_do(device: 
         summed, found = torch.arange(2**20, device=device), torch.empty(2**20, dtype=torch.long, device=device)
         dist.all_reduce(summed)  # the first also loads NCCL's kernels
         second = dist.new_group([0], timeout=timeout, pg_options=lone_rank_options(timeout))
-        meter = DeviceMeter(device)
-        before = meter.held([]).used
+        before = held_on(device, []).used
         dist.all_reduce(summed, group=second)
         dist.reduce_scatter_tensor(found, summed, group=second)
         assert torch.equal(found, torch.arange(2**20, device=device))
-        assert meter.held([]).used - before < 64 * 2**20
+        assert held_on(device, []).used - before < 64 * 2**20
     finally:
         dist.destroy_process_group()
 

@@ -10,7 +10,6 @@ import pytest
 from attrs import evolve, frozen
 
 from corerl.algorithms.base import REFERENCE, Advantages, Algorithm, ForwardPass, Objective
-from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -30,6 +29,7 @@ from corerl.plan.algorithm import (
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
+from corerl_algorithms.ppo import Options as OfPPO
 
 GRPO = Config(backend=BackendChoice(name="plain"))
 PPO = evolve(

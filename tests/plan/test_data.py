@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import ModelConfig
 from corerl.driver.sampling import Sampling
-from corerl.driver.step_reports import unseen_tokens
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
@@ -142,15 +141,3 @@ def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: 
     tables["data"]["chat_template_options"] = {"breif": True}
     with pytest.raises(ConfigError, match="^data.chat_template_options.breif: the tokenizer's chat template never"):
         make_plan(config_in(tmp_path / "run", **tables))
-
-
-def test_texts_leave_out_special_tokens_that_end_nothing(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer("0123456789>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>", "<think>"]})
-    tokenizer.save_pretrained(tmp_path)
-    model = {"tokenizer": str(tmp_path), "config": {**DATA["model"]["config"], "vocab_size": 17}}
-    rollout = {**DATA["rollout"], "stop": ["<stop>"]}
-    for kept, unseen in ((False, {16: "<think>"}), (True, {})):
-        reward = {"special_tokens": kept}
-        config = config_in(tmp_path / "run", model=model, rollout=rollout, reward=reward)
-        assert unseen_tokens(make_plan(config).rollout) == unseen

@@ -276,7 +276,7 @@ def test_a_directory_without_write_access_is_refused(tmp_path: Path, monkeypatch
 
 # ---- data that are not the checkpoint's ------------------------------------------------------------------------------
 
-HELD_OUT = "rows that were trained on and are held out now: 4"
+HELD_OUT = "data.held_out: 20 (was 16); rows that were trained on and are held out now: 4"
 
 
 @pytest.fixture
@@ -387,12 +387,16 @@ def test_further_rows_are_held_out_of_untrained_ones(first: Drawing, resumed: An
         (NEW, 4, ["8 of 8 rows are new, 20 of 20 are gone"]),
         (OLD[:15], 4, ["0 of 15 rows are new, 5 of 20 are gone"]),
         ([*OLD[1:], "p0, edited"], 4, ["1 of 20 rows are new, 1 of 20 are gone"]),
-        (OLD, 6, ["rows that were trained on and are held out now: 2"]),
-        (OLD, 1, ["rows that were held out and are trained on now: 3"]),
+        (OLD, 6, ["data.held_out: 6 (was 4)", "rows that were trained on and are held out now: 2"]),
+        (OLD, 1, ["data.held_out: 1 (was 4)"]),
         (
             OLD + NEW,
             14,
-            ["8 of 28 rows are new, 0 of 20 are gone", "rows that were trained on and are held out now: 2"],
+            [
+                "data.held_out: 14 (was 4)",
+                "8 of 28 rows are new, 0 of 20 are gone",
+                "rows that were trained on and are held out now: 2",
+            ],
         ),
     ],
 )
@@ -410,7 +414,7 @@ def test_other_rows_are_told_and_begin_at_their_first_prompt(
 
 def test_another_seed_is_another_order(first: Drawing, resumed: Any) -> None:
     other = resumed(OLD, seed=3)
-    assert other.differs == "run.seed is 3 (was 0)"
+    assert other.differs == "run.seed: 3 (was 0)"
     assert other.held_out == first.held_out
 
 
@@ -431,9 +435,9 @@ A, B = [f"a{n}" for n in range(12)], [f"b{n}" for n in range(7)]
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"b": B, "a": A}, "the sources are b (weight 3), a (weight 1) (were a (weight 3), b (weight 1))"),
-        ({"a": A}, "the sources are a (weight 3) (were a (weight 3), b (weight 1)); 0 of 12 rows are new, 7 of 19"),
-        ({"a": A, "b": B, "weights": (1, 1)}, "the sources are a (weight 1), b (weight 1) (were"),
+        ({"b": B, "a": A}, "data.sources: b 3, a 1 (was a 3, b 1)"),
+        ({"a": A}, "data.sources: a 3 (was a 3, b 1); data.held_out: 2 (was 2, 2); 0 of 12 rows are new, 7 of 19"),
+        ({"a": A, "b": B, "weights": (1, 1)}, "data.sources: a 1, b 1 (was a 3, b 1)"),
     ],
 )
 def test_another_mix_is_told(tmp_path: Path, changed: dict[str, Any], said: str) -> None:

@@ -253,7 +253,7 @@ def test_an_unmet_requirement_has_its_command(old_tomli_w: str) -> None:
 def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
     (tmp_path / "notices.jsonl").write_text('{"text": "2 samples failed", "step": 4}\n')
     found = next(finding for finding in examine(run_dir=str(tmp_path)) if finding.what == "2 samples failed")
-    assert (found.level, found.why) == (Level.WARNING, "noted by the run after step 4")
+    assert (found.level, found.why) == (Level.WARNING, "noted by the run with 4 steps done")
     assert found.fix == f"see {tmp_path}/notices.jsonl"
 
 

@@ -8,41 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attrs import asdict
 
 from corerl.config import config_of
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, WorkerDied
 from corerl.plan import Plan
 from corerl.plugin import RunStarted, StepFinished
-from corerl_elastic import Devices, scaling
+from corerl_elastic import Devices, extension, scaling
+from corerl_elastic.changing import sizes_of
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.extension import Elastic, devices_of
 from corerl_elastic.places import Places
 from corerl_testing import make_plan
+from plugins.elastic.tests.cases import Case, make, recorded_ranks, wide
 from tests.cluster.rooms import Rooms, are_left, gpus_answer, has_free, rooms_of
-from tests.driver import test_groups
-from tests.driver.fakes import told
 from tests.driver.saved import config_in
-from tests.driver.test_groups import recorded_ranks, wide
-
-
-class Case(test_groups.Case):
-    """A run with the extension, which waits for no spare machine."""
-
-    def replace_lost(self, *, ranks: bool = True) -> list[str]:
-        """What is told where processes have ended: all ranks, or engines alone."""
-        before = len(told(self.ears))
-        self.groups.failed("it has died", ranks=ranks)
-        return told(self.ears)[before:]
-
-
-def make(tmp_path: Path, **given: Any) -> Case:
-    return Case(**asdict(test_groups.make(tmp_path, extensions=extended(tmp_path), **given), recurse=False))
-
-
-def extended(tmp_path: Path) -> list[tuple[str, object]]:
-    return [("elastic", Elastic(options=ElasticOptions(spare_timeout=0.0), run_dir=str(tmp_path / "run")))]
-
 
 # ---- machines that are gone ------------------------------------------------------------------------------------------
 
@@ -203,12 +182,12 @@ def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: 
     case = of_engines(tmp_path, 2, 2)
     pool = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
     assert devices_of(case.groups) == Devices(reserved=6, unused=2, free=2)
-    assert case.groups.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
+    assert sizes_of(case.groups) == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
     pool.moves = {("reservation 0", index): "" for index in range(2, 6)}
     are_left(monkeypatch, "node 0")
     assert devices_of(case.groups) == Devices(reserved=2, unused=0, free=2)
     assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
-    assert case.groups.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
+    assert sizes_of(case.groups) == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
     assert devices_of(case.groups) == Devices(reserved=2, unused=0, free=2)
     assert case.change("rollout.replicas=1", "roles.actor.ranks=1") == []  # as asked for by who knows no better
     assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
@@ -232,7 +211,7 @@ def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkey
 
 
 def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(**asdict(wide(tmp_path, "ipc", ranks=2, extensions=extended(tmp_path)), recurse=False))
+    case = wide(tmp_path, "ipc", ranks=2)
     pool = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
     assert case.groups.update_address().senders == (0, 1)
     assert case.replace_lost() == []  # as large as before
@@ -242,6 +221,16 @@ def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, mon
 
 
 # ---- who wants other sizes -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Changing` notes what it is to become."""
+
+    def resize(run: Changing, overrides: Sequence[str]) -> list[str]:
+        return run.apply(run.plan.resized(overrides))
+
+    monkeypatch.setattr(extension, "resize", resize)
 
 
 class Changing:
@@ -268,9 +257,6 @@ class Changing:
     def plan(self) -> Any:
         return Planned(self.sizes)
 
-    def replan(self, overrides: Sequence[str]) -> Any:
-        return self.plan.resized(overrides)
-
     def apply(self, plan: Any) -> list[str]:
         changed = {name: value for name, value in plan.sizes.items() if self.sizes[name] != value}
         if self.applied and self.error is not None:
@@ -293,8 +279,8 @@ class Planned:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = dict(sizes)
         engine = SimpleNamespace(assignments=[None] * self.sizes["rollout.replicas"])
-        placement = SimpleNamespace(bundle={})
-        self.processes = SimpleNamespace(engine=engine, transport="disk", common={}, placement=placement)
+        roles = {"actor": SimpleNamespace(assignments=[None] * self.sizes["roles.actor.ranks"])}
+        self.processes = SimpleNamespace(engine=engine, roles=roles, placement=SimpleNamespace(bundle={}))
 
     def resized(self, overrides: Sequence[str]) -> Planned:
         return Planned(self.sizes | {name: int(value) for name, value in (each.split("=") for each in overrides)})
@@ -375,9 +361,9 @@ def test_a_scaler_is_asked_each_step_until_it_fails(tmp_path: Path) -> None:
 def planned(run_dir: Path, scaler: str, placement: str) -> Plan:
     """The plan of a run that lists the extension with this scaler."""
     run_dir.mkdir()
-    extension = {"name": "elastic", "options": {"scaler": scaler}}
+    chosen = {"name": "elastic", "options": {"scaler": scaler}}
     cluster = {"device": "cpu", "placement": placement}
-    return make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[extension], cluster=cluster))
+    return make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[chosen], cluster=cluster))
 
 
 def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_lost_machine_is_replaced_or_the_group_shrinks(
             assert command.finish() == 0, command.err
             command.assert_nothing_is_left()
     assert re.findall(r"restarting all ranks from (.*)|note: actor: (.*)", command.out) == [
-        ("checkpoint step 2; replaying step 3", ""),
+        ("checkpoint step 2; replaying step 2", ""),
         ("", f"2 ranks of {NAME} (dp 2) -> 1 rank of {NAME} (dp 1)"),
         ("checkpoint step 4", ""),
     ]

@@ -36,7 +36,7 @@ def test_an_able_terminal_gets_the_live_display_in_place_of_lines(
         shows.observe(event)
     shows.shutdown("finished")
     assert "finished after 4 of 4 steps" in stream.getvalue()
-    assert stream.getvalue().count("checkpoint after step 4: ") == lines
+    assert stream.getvalue().count("checkpoint after 4 steps: ") == lines
 
 
 @pytest.mark.processes
@@ -79,14 +79,14 @@ def test_the_whole_of_a_small_run() -> None:
         "qwen3 on plain, fake engine",
         "run directory: runs/small",
         "note: no reference policy",
-        "    step  reward held-out  exact     loss entropy    grad lp diff   tok/s  left",
+        "   steps  reward held-out  exact     loss entropy    grad lp diff   tok/s  left",
         "     0/4            0.000  0.000",
         "     1/4   0.100                  -0.0100   2.000   0.500 1.0e-06  12,346  0:09",
         "     2/4            0.500  0.250",
         "     3/4   0.500                  -0.0300   1.500   0.500 3.0e-06  12,346  0:04",
         "     4/4   0.700                  -0.0400   1.250   0.500 4.0e-06  12,346  0:00",
         "     4/4            1.000  0.500",
-        "checkpoint after step 4: runs/small/checkpoints/4",
+        "checkpoint after 4 steps: runs/small/checkpoints/4",
         "",
         "finished after 4 of 4 steps, 1:15",
         "",
@@ -127,9 +127,9 @@ def test_scores_of_sets_and_of_several_samples_have_a_line_and_are_in_the_summar
     alone = {"eval/aime/reward": 0.25}
     events = [started("runs/small"), Evaluated(step=0, metrics=told), Evaluated(step=1, metrics=alone)]
     printed = lines([*events], every=1)
-    scores = [line for line in printed if line.startswith("after step")]
+    scores = [line for line in printed if line.startswith("after ")]
     told_at_first = "held-out pass@1 0.250, held-out pass@8 0.750, held-out majority@8 0.500, aime reward 0.125"
-    assert scores == [f"after step 0: {told_at_first}, aime pass@1 0.062", "after step 1: aime reward 0.250"]
+    assert scores == [f"after 0 steps: {told_at_first}, aime pass@1 0.062", "after 1 step: aime reward 0.250"]
     assert len([line for line in printed if "/4 " in line]) == 1  # what was not scored has no row
     summary = [" ".join(line.split()) for line in finished(*events[1:])]
     for line in ("held-out pass@8 0.750 -", "aime reward 0.125 0.250", "aime pass@1 0.062 -"):
@@ -159,16 +159,16 @@ def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it
         "[ 0:20] starting Ray for 20 s",
         "[ 0:40] starting Ray for 40 s",
         "[ 1:00] eval for 15 s: 15 of 50 answers sampled",
-        "[ 1:20] step 1, rollout for 10 s: 10 of 64 samples generated",
-        "[ 1:40] step 1, rollout for 30 s: 30 of 64 samples generated",
-        "[ 2:00] step 1, train for 9 s",
-        "[ 2:30] step 2, train for 20 s",
+        "[ 1:20] step 0, rollout for 10 s: 10 of 64 samples generated",
+        "[ 1:40] step 0, rollout for 30 s: 30 of 64 samples generated",
+        "[ 2:00] step 0, train for 9 s",
+        "[ 2:30] step 1, train for 20 s",
     ]
 
 
 def test_a_resumed_run_says_so_and_prints_its_first_step() -> None:
     printed = lines([started("runs/small", first_step=1), *steps(1, 2)], every=100)
-    assert printed[2] == "resumed after step 1 of 4"
+    assert printed[2] == "resumed after 1 of 4 steps"
     assert printed[-1].split()[:2] == ["2/4", "0.300"]
     assert printed[-1].split()[-1] == "0:06"  # two steps at three seconds, as time/step says
 
@@ -178,7 +178,7 @@ def test_an_evaluation_is_of_its_own_weights_alone(tmp_path: Path) -> None:
     events = [started(str(tmp_path), first_step=2, mode="eval"), evaluated(2)]
     end = RunFinished(reason="finished", steps_done=2, seconds=5.0)
     printed = lines([*events, end], every=100)
-    assert printed[2] == "scoring the weights of step 2 of 4"
+    assert printed[2] == "scoring the weights after 2 of 4 steps"
     assert printed[-2:] == ["held-out reward            0.500", "held-out exact match       0.250"]
 
 

@@ -44,12 +44,12 @@ def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
     lines = screen(state)
     text = "\n".join(lines)
     assert lines[0].split("  ")[0] == "qwen3 on plain, fake engine" and lines[0].endswith("runs/small")
-    assert lines[1].startswith("step 3/4 ") and "left" in lines[1] and "rollout 2.0 s" in lines[1]
+    assert lines[1].startswith("3/4 steps ") and "left" in lines[1] and "rollout 2.0 s" in lines[1]
     assert lines[3].split() == ["reward", "0.500", "held-out", "reward", "0.500", "held-out", "exact", "0.250"]
     assert lines[4].split() == ["loss", "-0.0300", "entropy", "1.500", "grad", "norm", "0.500"]
     assert lines[5].split() == ["log-prob", "diff", "3.0e-06", "clipped", "-", "tokens/s", "12,346"]
     assert "rollout         1.000 █████" in text and "train           2.000 ██████████" in text
-    assert "sampled in step 3" in lines
+    assert "sampled in step 2" in lines
     assert lines[-1].split() == ["35018>", "01358", "01358", "1.000"]
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from corerl.errors import PluginNotFound, WeightUpdateError
-from corerl.weights import Address, Bucket, Digest, WeightSender, build_manifest
+from corerl.weights import Address, Bucket, WeightSender, build_manifest
 from corerl_delta import disk as disk_transport
 from corerl_delta.disk import DiskSender
 from corerl_delta.transport import DeltaSender
 from corerl_testing import abandon, open_sender
-from corerl_transports import collective
+from corerl_transports import collective, ipc
 from corerl_transports.collective import CollectiveSender
 from corerl_transports.ipc import IpcSender
 from tests.weights.ends import (
@@ -90,7 +90,7 @@ def test_engines_hold_the_bits_that_were_sent_update_after_update(
     if how == "buffers":  # as on GPUs
         sender._has_buffers = True
     if how == "late":  # as where a device has not computed the checksum yet
-        monkeypatch.setattr(Digest, "ready", property(lambda self: False))
+        monkeypatch.setattr(ipc._Digest, "ready", property(lambda self: False))
     (tmp_path / "vgg").mkdir()  # the user's
     for version, dtype in ((1, "float32"), (2, "bfloat16"), (3, "float32")):
         manifest = build_manifest(SHAPES, dtype=dtype, bucket_bytes=200)

@@ -35,7 +35,7 @@ def examine(
         yield Finding(
             level=Level.WARNING,
             what=notice.text,
-            why=f"noted by the run after step {notice.step}",
+            why=f"noted by the run with {notice.step} steps done",
             fix=f"see {Path(run_dir) / NOTICES_FILE}",
         )
     config: Config | None = None

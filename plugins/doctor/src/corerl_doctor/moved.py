@@ -35,6 +35,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
             "corerl.backend: StepLosses(model, batch, loss, outputs, ...), whose result() has its metrics and tokens"
         ),
         "corerl.models:dtensor_boxes": "corerl_fsdp, in whose module `boxes` it is",
+        "corerl.weights:Digest": "corerl.weights: digest(flat), which does not synchronize",
         "`samples` of `MicroBatch` and `ForwardResult`": "their `rows`",
         "`weights`, a snapshot's name, of `ForwardPass`, `TrainGroup.forward` and `TrainGroup.update_weights`": (
             "their `snapshot`"
@@ -69,6 +70,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
             "options of the extension `elastic`, which pip install 'corerl[elastic]' brings"
         ),
         "the settings `rollout.function` and `[rollout.episodes]`": "`[samplers.episodes]`",
+        "`run.apply(run.replan(overrides))` and `run.sizes` of `RunControl`": "corerl_elastic: resize(run, overrides)",
     },
 }
 

@@ -11,7 +11,8 @@ from corerl.driver import Groups
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
 from corerl.plan import ENGINES, PlanReady
-from corerl.plugin import Event, PlanAnswer, ProcessFailure, RunControl, RunStarted, StepFinished
+from corerl.plugin import Event, PlanAnswer, ProcessFailure, RunStarted, StepFinished
+from corerl_elastic.changing import resize, restart_by, sizes_of
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.fewer import fewer
 from corerl_elastic.places import Places
@@ -62,7 +63,7 @@ class Elastic:
             changed: list[str] = []
             failed = "the run was stopped"
             try:
-                failed = resize(run, request.overrides, changed)
+                failed = tried(run, request.overrides, changed)
             except Exception as error:  # such as of ranks that have died, whose successors know of no request
                 failed = message_of(error)
                 raise
@@ -81,12 +82,12 @@ class Elastic:
             run.notice(f"the scaler is not asked after this step: {error.message}")
             return
         try:
-            wanted = scaling.wanted(run.step, run.sizes, devices)
+            wanted = scaling.wanted(run.step, sizes_of(run), devices)
         except CorerlError as error:
             run.notice(f"{error.message}; it is not asked again")
             self._scaling = None
             return
-        if wanted and resize(run, wanted, []):
+        if wanted and tried(run, wanted, []):
             scaling.refused(wanted, devices)
 
     def _count_steps(self, run: Groups) -> None:
@@ -94,7 +95,7 @@ class Elastic:
         metrics, self._metrics = self._metrics, []
         if self._scaling is not None:
             for each in metrics:
-                self._scaling.step_done(each, run.sizes)
+                self._scaling.step_done(each, sizes_of(run))
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Elastic:
             plan = fewer(run.plan, places, [*run.roles, *([ENGINES] if run.fleet is not None else [])])
             for line in silent:
                 run.notice(line)
-            run.apply(plan)
+            restart_by(run, plan, staying=[] if failure.ranks else [*run.roles])
         except CorerlError as error:
             raise InsufficientResources("; ".join([error.message, *silent])) from error
 
@@ -134,11 +135,11 @@ def devices_of(run: Groups) -> Devices:
     return Devices(reserved=reserved, unused=unused, free=free)
 
 
-def resize(run: RunControl, overrides: Sequence[str], changed: list[str]) -> str:
-    """Change the groups as the overrides of the config say; adds a line to `changed` for each that has changed. Returns
-    why the resize was rejected, "" if it was not."""
+def tried(run: Groups, overrides: Sequence[str], changed: list[str]) -> str:
+    """Resize the groups; adds a line to `changed` for each that has changed. Returns why that was rejected, "" if it
+    was not."""
     try:
-        changed += run.apply(run.replan(overrides))
+        changed += resize(run, overrides)
     except (UserError, ResizeFailed) as error:
         run.notice(f"resize rejected: {'; '.join(error.message.splitlines())}")
         return error.message

@@ -21,7 +21,16 @@ from corerl.plugin import (
     SampleShown,
     StepFinished,
 )
-from corerl_observe.run_state import PHASES, RunState, duration, number, prompt_text, rough_duration, scores
+from corerl_observe.run_state import (
+    PHASES,
+    RunState,
+    after_steps,
+    duration,
+    number,
+    prompt_text,
+    rough_duration,
+    scores,
+)
 from corerl_observe.specs import ConsoleOptions
 
 if TYPE_CHECKING:
@@ -82,8 +91,8 @@ class PlainView:
                 if state.scores and not event.first_step:
                     self._say("scoring the initial weights")
                 elif event.first_step:
-                    what = "scoring the weights of" if state.scores else "resumed after"
-                    self._say(f"{what} step {event.first_step} of {event.steps}")
+                    what = "scoring the weights" if state.scores else "resumed"
+                    self._say(f"{what} after {event.first_step} of {event.steps} steps")
             case PhaseStarted() if state.preparing:
                 self._say(f"[{duration(state.clock() - state.began):>5}] {event.name}")
             case PhaseProgress() if state.clock() - self._said_at >= QUIET_SECONDS:
@@ -99,9 +108,9 @@ class PlainView:
                     self._row(event.step, event.metrics, "")
                 if scored := scores(list(event.metrics)):
                     numbers = (f"{label} {number(event.metrics[name], name)}" for label, name in scored.items())
-                    self._say(f"after step {event.step}: {', '.join(numbers)}")
+                    self._say(f"{after_steps(event.step)}: {', '.join(numbers)}")
             case CheckpointSaved():
-                self._say(f"checkpoint after step {event.step}: {event.path}")
+                self._say(f"checkpoint {after_steps(event.step)}: {event.path}")
             case Notice():
                 self._say(f"note: {event.text}")
             case RunFinished():
@@ -117,7 +126,7 @@ class PlainView:
         wide = max(8, 2 * len(str(total)) + 1)
         if not self._headed:
             heading = "".join(f"{name:>{width}}" for name, _, width in COLUMNS)
-            self._say(f"{'step':>{wide}}{heading}{'left':>6}")
+            self._say(f"{'steps':>{wide}}{heading}{'left':>6}")
             self._headed = True
         cells = "".join(
             f"{number(metrics[metric], metric) if metric in metrics else '':>{width}}" for _, metric, width in COLUMNS
@@ -134,7 +143,7 @@ class PlainView:
 
 def _far(event: PhaseProgress) -> str:
     """How far a phase is, such as 'step 3, rollout for 41 s: 37 of 512 samples'."""
-    step = f"step {event.step + 1}, " if event.name in PHASES and event.name != "eval" else ""
+    step = f"step {event.step}, " if event.name in PHASES and event.name != "eval" else ""
     count = f": {event.done} of {event.of} {event.unit}" if event.unit else ""
     return f"{step}{event.name} for {event.seconds:.0f} s{count}"
 

@@ -20,7 +20,7 @@ from corerl.messages import printable
 from corerl.plugin import Event, Notice, RunFinished, SampleShown
 from corerl_observe.braille import Line, draw
 from corerl_observe.pictures import Pictures
-from corerl_observe.run_state import RunState, duration, number, phases, prompt_text
+from corerl_observe.run_state import RunState, after_steps, duration, number, phases, prompt_text
 
 REWARD, EXACT = "cyan", "magenta"
 
@@ -109,7 +109,7 @@ class LiveView:
             row.add_row("scoring held-out prompts", "", "", spinner)
             return row
         row.add_row(
-            f"step {state.done}/{state.steps}",
+            f"{state.done}/{state.steps} steps",
             ProgressBar(total=max(state.steps, 1), completed=state.done),
             "" if left is None else f"{duration(left)} left",
             spinner,
@@ -206,7 +206,7 @@ def summary(state: RunState, event: RunFinished, *, width: int) -> RenderableTyp
     if pictured:
         parts += [Pictures(event.after, state.run_dir), Text()]
     if event.before and event.before == event.after:
-        title = f"held-out prompts after step {state.scored}" if state.trained_since else ""
+        title = f"held-out prompts {after_steps(state.scored or 0)}" if state.trained_since else ""
         parts += [_answers(event.after, title, numbered=pictured), Text()]
     elif event.before and event.after:
         answers = _table("prompt", "expected", "before", "after", title="")

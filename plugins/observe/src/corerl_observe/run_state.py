@@ -156,12 +156,12 @@ class RunState:
                 self.history.add(event.step, event.metrics)
                 self._finishes.append(now)
                 if event.shown:
-                    self.shown, self.shown_at = event.shown, f"sampled in step {self.done}"
+                    self.shown, self.shown_at = event.shown, f"sampled in step {event.step}"
             case Evaluated():
                 self.scored = event.step
                 self.history.add(event.step, event.metrics)
                 if event.shown:
-                    self.shown, self.shown_at = event.shown, f"held-out prompts after step {event.step}"
+                    self.shown, self.shown_at = event.shown, f"held-out prompts {after_steps(event.step)}"
             case RunFinished():
                 self.phase = self.progress = None
 
@@ -199,6 +199,10 @@ class RunState:
         else:
             return None
         return pace * (self.steps - self.done)
+
+
+def after_steps(steps: int) -> str:
+    return f"after {steps} step{'s' * (steps != 1)}"
 
 
 FEW = 10  # steps at either end of a run, at most, that a summary averages over

@@ -31,7 +31,7 @@ from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
-from corerl.weights import Address, Arriving, Bucket, Digest, Manifest, Receiver, WeightSender
+from corerl.weights import Address, Arriving, Bucket, Manifest, Receiver, WeightSender, digest
 from corerl_transports.shared import Handle, Shared, opened, share
 
 BUFFERS = 2
@@ -68,6 +68,31 @@ class _Buffer:
     bucket: int = -1  # the last one sent from it
 
 
+class _Digest:
+    """A checksum computed asynchronously: only `value` waits for it."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._found = digest(flat)
+        self._done: torch.cuda.Event | None = None
+        if flat.device.type == "cpu":
+            return
+        on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
+        self._found = on_host.copy_(self._found, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the checksum, and everything queued before it that writes to `flat`, is done."""
+        return self._done is None or self._done.query()
+
+    def value(self) -> int:
+        """The checksum, equal to `checksum(flat)`; waits for it."""
+        if self._done is not None:
+            self._done.synchronize()
+        return int(self._found)
+
+
 @frozen(eq=False)
 class _Pending:
     """A bucket that is gathered, or queued on the device to be, and not yet announced to engines."""
@@ -75,7 +100,7 @@ class _Pending:
     bucket: Bucket
     flat: torch.Tensor
     buffer: int
-    digest: Digest
+    digest: _Digest
 
 
 class IpcSender(WeightSender):
@@ -122,7 +147,7 @@ class IpcSender(WeightSender):
         self.sent = (self.sent or 0) + flat.nbytes
         self._announce_pending()
         self._buffers[self._turn].bucket = bucket.index  # the buffer that `acquire_buffer` gave
-        self._pending = _Pending(bucket, flat, self._turn, Digest(flat))
+        self._pending = _Pending(bucket, flat, self._turn, _Digest(flat))
         self._turn = (self._turn + 1) % BUFFERS
         if self._pending.digest.ready:
             self._announce_pending()
@@ -214,13 +239,18 @@ class IpcSender(WeightSender):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        digest = pending.digest.value()
+        found = pending.digest.value()
         for index in list(self._peers):
-            self._announce(index, pending.bucket, digest, pending.buffer)
+            self._announce(index, pending.bucket, found, pending.buffer)
 
-    def _announce(self, index: int, bucket: Bucket, digest: int, buffer: int) -> None:
+    def _announce(self, index: int, bucket: Bucket, checksum: int, buffer: int) -> None:
         peer = self._peers[index]
-        message: dict[str, Any] = {"bucket": bucket.index, "numel": bucket.numel, "buffer": buffer, "checksum": digest}
+        message: dict[str, Any] = {
+            "bucket": bucket.index,
+            "numel": bucket.numel,
+            "buffer": buffer,
+            "checksum": checksum,
+        }
         descriptors: list[int] = []
         if buffer not in peer.handles:
             peer.handles[buffer], descriptors = self._buffers[buffer].shared.handle()

@@ -6,10 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import frozen
 
-from corerl.algorithms.advantages import at_last_token, explained_variance, gae, whiten
-from corerl.algorithms.base import Advantages, Algorithm, Clip, ForwardPass, Objective
-from corerl.config.options import at_least, between, option
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
+from corerl.algorithms import (
+    ACTOR,
+    Advantages,
+    Algorithm,
+    AlgorithmRun,
+    AlgorithmSpec,
+    Clip,
+    ForwardPass,
+    Objective,
+    Problem,
+    RoleKind,
+    at_last_token,
+    explained_variance,
+    gae,
+    whiten,
+)
+from corerl.config import at_least, between, option
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
 CRITIC = "critic"
@@ -92,7 +105,7 @@ def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
 
 
 SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.ppo:PPO",
+    implementation="corerl_algorithms.ppo:PPO",
     config=Options,
     api=(2, 0),
     summary="asks a critic what each token is worth (Schulman et al. 2017)",
