@@ -222,6 +222,11 @@ class PromptCheck:
     limit: str = ""  # the settings that `longest` follows from, for messages
     pictures: PictureReader | None = None
 
+    # Asked of the tokenizer once: it takes longer than all else that is done for a short prompt.
+    @functools.cached_property
+    def _before(self) -> Sequence[int] | None:
+        return _put_before(self.tokenizer, PROBES)
+
     def __call__(self, prompt: Prompt) -> str:
         """Raises DataError for a prompt that cannot be rendered for the model, unless `skip`."""
         try:

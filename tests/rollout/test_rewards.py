@@ -23,6 +23,7 @@ from corerl.rollout.rewards import (
     Reward,
     Term,
     WeightedSum,
+    ended,
     exact_match,
     find_reward,
     position_match,
@@ -222,7 +223,7 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
 
     samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
     reward = Reward(name="mine:f", function=judge)
-    fine, *failures = [begun.result() for begun in [reward.start(sample, limit=0.2) for sample in samples]]
+    fine, *failures = [ended(begun) for begun in [reward.start(sample, limit=0.2) for sample in samples]]
     assert fine == Judged(reward=1.0)
     told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
     assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
