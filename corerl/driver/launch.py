@@ -22,7 +22,7 @@ from corerl.driver.roles import ReferencePolicy, Role, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Evaluations, Sampling, start_rewards
-from corerl.driver.step_reports import StepNotices, StepReports
+from corerl.driver.step_reports import StepNotices, StepReports, unseen_tokens
 from corerl.driver.stop import StopRequest
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
@@ -210,7 +210,9 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             residency=residency,
             progress=progress,
-            notices=StepNotices(algorithm=plan.algorithm),
+            notices=StepNotices(
+                algorithm=plan.algorithm, unseen=unseen_tokens(plan.rollout) if plan.run.has_engines else {}
+            ),
             placeholder=None if plan.rollout.pictures is None else plan.rollout.pictures.placeholder,
         ),
     )

@@ -21,12 +21,14 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.engines.fleet import EngineFleet
+from corerl.models.tokenizer import special_tokens
 from corerl.observability.timing import idle, idle_seconds
 from corerl.plan.algorithm import AlgorithmPlan
+from corerl.plan.plan import RolloutPlan
 from corerl.plugin.events import StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import ROLE, TrainResult
+from corerl.types import ROLE, SampleBatch, TrainResult
 
 STEPS = 3  # in a row with equal rewards
 NEARLY_ALL = 0.9  # share of a step's groups
@@ -37,14 +39,27 @@ class StepNotices:
     """Reads each step of a run, and remembers what is reported only once."""
 
     algorithm: AlgorithmPlan
+    unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {}: reported
     _equal: int = field(default=0, init=False)  # steps in a row whose rewards teach nothing
 
     def of(self, scored: ScoredRollout) -> Iterator[str]:
         if scored.first_failure:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
+        yield from self._of_unseen(scored.rollout.batch)
         if not self.algorithm.asks_frozen:
             yield from self._of_equal_rewards(scored)
+
+    def _of_unseen(self, batch: SampleBatch) -> Iterator[str]:
+        """That the reward misses tokens that the policy samples; once."""
+        found = batch.columns["loss_mask"] & np.isin(batch.tokens, list(self.unseen))
+        if found.any():
+            token = self.unseen[int(batch.tokens[found][0])]
+            self.unseen = {}
+            yield (
+                f"samples contain special tokens, such as {token!r}, which the reward's text leaves out; set "
+                "reward.special_tokens=true if it needs them"
+            )
 
     def _of_equal_rewards(self, scored: ScoredRollout) -> Iterator[str]:
         """That several steps in a row taught nothing: nearly all groups had equal rewards or, where groups are not
@@ -65,6 +80,17 @@ class StepNotices:
                     "learned from these; check the reward and the samples, or use prompts that this model answers "
                     "right sometimes"
                 )
+
+
+def unseen_tokens(plan: RolloutPlan) -> dict[int, str]:
+    """The special tokens that the texts of samples leave out, by id, besides those that any tokenizer has and those
+    that end samples."""
+    tokenizer = plan.tokenizer
+    if plan.rewarding.special_tokens:
+        return {}
+    common = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    known = common | set(plan.params.stop_tokens)
+    return {index: token for index, token in special_tokens(tokenizer).items() if index not in known}
 
 
 @define(kw_only=True, eq=False)

@@ -36,6 +36,16 @@ def test_failed_samples_are_counted_with_the_first_failure() -> None:
     assert said(notices(), failed, scored()) == ["step 0: 3 samples failed; the first: reward 'mine' raised"]
 
 
+def test_special_tokens_that_the_reward_misses_are_reported_once() -> None:
+    batch = scored().rollout.batch
+    generated = int(batch.tokens[batch.columns["loss_mask"]][0])
+    missing, common = notices(), notices()
+    missing.unseen, common.unseen = {generated: "<think>", -1: "<none>"}, {-1: "<none>"}
+    (line,) = said(missing, scored(), scored())
+    assert line.startswith("samples contain special tokens, such as '<think>', which the reward's text leaves out; set")
+    assert said(common, scored()) == []
+
+
 def with_rewards(*groups: str) -> ScoredRollout:
     """One group for each word, of a sample for each letter."""
     rewards = np.array([float(letter) for word in groups for letter in word], np.float32) / 4
