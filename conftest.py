@@ -65,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
     config.pluginmanager.register(Unmarked())
     pool.TIMEOUT_SECONDS = machine.paced(pool.TIMEOUT_SECONDS)
+    from tests.forks import ranks  # deadlines have their pace by now
+
+    pool.fork_server = ranks.Context
 
 
 def pytest_report_header() -> str:
