@@ -37,8 +37,8 @@ class HasFileno(Protocol):
 
 
 class Forked:
-    """What `subprocess.Popen` is to a process of one's own. One that does not lead a session is killed when this process
-    has gone."""
+    """What `subprocess.Popen` is to a process of one's own. One that leads no session is killed when this process has
+    gone."""
 
     def __init__(
         self,

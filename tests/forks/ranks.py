@@ -1,5 +1,5 @@
-"""Ranks of `corerl_testing.pool.RankPool` that the session's fork server forks: it has imported the backends, so that no
-pool does. As a plugin of pytest, `-p tests.forks.ranks`, for all pools of a process."""
+"""Ranks of `corerl_testing.pool.RankPool` that the session's fork server forks: it has imported the backends, so that
+they need not. As a plugin of pytest, `-p tests.forks.ranks`, for all pools of a process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Context:
     Process = Rank
 
     @staticmethod
-    def Pipe() -> tuple[Connection, Connection]:  # noqa: N802  -- its name there
+    def Pipe() -> tuple[Connection, Connection]:
         return multiprocessing.Pipe()
 
 

@@ -191,8 +191,8 @@ class RankPool:
 
 
 def fork_server() -> Any:
-    """The context of processes for ranks on a CPU: a fork server with PRELOAD imported. It starts with its first process;
-    preloads set after that are silently ignored. Tests that have a server of their own put it here."""
+    """The context of processes for ranks on a CPU: a fork server with PRELOAD imported, which starts with its first
+    process and silently ignores preloads that are set after that. Tests with a server of their own put it here."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
