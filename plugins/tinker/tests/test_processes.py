@@ -33,6 +33,7 @@ from plugins.tinker.tests.served import (
 )
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
 def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: None, tmp_path: Path) -> None:
     ranks = {"roles": {"actor": {"ranks": 2}}} if backend["name"] == "fsdp" else {}
