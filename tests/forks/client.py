@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from tests.cluster.nodes import session, title_in
 from tests.forks.asking import SOCKET
@@ -32,8 +32,13 @@ SERVES = {
 STARTS_WITHIN = paced(240.0)  # seconds, against hangs
 
 
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
 class Forked:
-    """What `subprocess.Popen` is to a process of one's own."""
+    """What `subprocess.Popen` is to a process of one's own. One that leads no session is killed when this process has
+    gone."""
 
     def __init__(
         self,
@@ -43,15 +48,16 @@ class Forked:
         environment: Mapping[str, str],
         stdout: IO[Any],
         stderr: IO[Any],
-        stdin: IO[Any] | None = None,
-        directory: Path | None = None,
+        stdin: HasFileno | None = None,
+        directory: str | Path | None = None,
+        leads: bool = True,
     ) -> None:
         request = {
             "argv": list(map(str, argv)),
             "code": code,
             "environment": dict(environment),
             "directory": str(directory or Path.cwd()),
-            "leads": True,
+            "leads": leads,
         }
         self._answers = connect()
         with open(os.devnull, "rb") as nothing:
