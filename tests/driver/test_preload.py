@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 
+from corerl import loop
 from corerl.cluster import runtime
 from corerl.driver import preload
 from corerl.plan.preload import Preload
 
 
 @pytest.mark.parametrize(
-    ("own_ray", "modules", "there", "started"),
+    ("own_ray", "modules", "imported", "started"),
     [
         (True, ("a", "b"), False, ["forks of a, b", "Ray", "block", "end of Ray", "end of forks"]),
         (True, (), False, ["Ray", "block", "end of Ray"]),
-        (True, ("a", "b"), True, ["block"]),  # as in a program that has called `ray.init`
+        (True, ("a", "b"), True, ["block"]),
         (False, (), False, ["block"]),
     ],
 )
 def test_forks_start_before_ray_and_end_after_it(
-    own_ray: bool, modules: tuple[str, ...], there: bool, started: list[str], monkeypatch: pytest.MonkeyPatch
+    own_ray: bool, modules: tuple[str, ...], imported: bool, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
 
@@ -44,8 +44,13 @@ def test_forks_start_before_ray_and_end_after_it(
 
     monkeypatch.setattr(preload, "fork_server", fork_server)
     monkeypatch.setattr(runtime, "ray_session", ray_session)
-    monkeypatch.setattr(ray, "is_initialized", lambda: there)
+    monkeypatch.setattr(preload, "import_module", lambda _: imported or seen.append("loop"))
+    monkeypatch.setitem(sys.modules, "corerl.loop", loop)
+    if not imported:
+        monkeypatch.delitem(sys.modules, "corerl.loop")
     with preload.preloading(Preload(own_ray=own_ray, modules=modules, environment={"A": "1"})):
         seen.append("block")
+    if not imported:
+        assert seen.index("loop") < seen.index("block")
+        seen.remove("loop")  # imported in a thread
     assert seen == started
-    assert "corerl.loop" in sys.modules
