@@ -44,7 +44,12 @@ def test_forks_start_before_ray_and_end_after_it(
 
     monkeypatch.setattr(preload, "fork_server", fork_server)
     monkeypatch.setattr(runtime, "ray_session", ray_session)
-    monkeypatch.setattr(preload, "import_module", lambda _: imported or seen.append("loop"))
+
+    def import_module(_: str) -> None:
+        if not imported:
+            seen.append("loop")
+
+    monkeypatch.setattr(preload, "import_module", import_module)
     monkeypatch.setitem(sys.modules, "corerl.loop", loop)
     if not imported:
         monkeypatch.delitem(sys.modules, "corerl.loop")
