@@ -28,12 +28,14 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     from corerl.config.load import load_config
-    from corerl.imports import uncollected
+    from corerl.driver.preload import preloading
+    from corerl.plan.preload import preload_of
 
     config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
-    with uncollected():
+    with preloading(preload_of(config)):
         from corerl.loop import train
-    train(config)
+
+        train(config)
     return 0
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -18,6 +15,7 @@ from typing import Any
 import ray
 from attrs import frozen
 
+from corerl.cluster.forks import end_with_parent, worker_command
 from corerl.cluster.heartbeat import ASIDE, Heartbeat, Recorder
 from corerl.cluster.nodes import interface_of, this_node
 from corerl.config.options import GLOO_INTERFACE, READ_AT_START
@@ -31,7 +29,6 @@ THREADS = "OMP_NUM_THREADS"
 # driver waits.
 NICENESS = "RAY_worker_niceness"
 LOOPBACK = "127.0.0.1"
-PR_SET_PDEATHSIG = 1  # of Linux, from linux/prctl.h
 
 
 @frozen
@@ -95,7 +92,9 @@ class Process:
         if GLOO_INTERFACE not in os.environ and (interface := interface_of(known)):
             os.environ[GLOO_INTERFACE] = interface
         if bound:
-            end_with_raylet()
+            # Ray's raylet. By itself it would notice that only between two imports, or after a minute if GCS has died
+            # too, and hold its device so long.
+            end_with_parent()
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
             os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbors)))
@@ -185,13 +184,6 @@ def started_with() -> Mapping[str, str]:
     return {name: value for name, _, value in variables}
 
 
-def end_with_raylet() -> None:
-    """Let the kernel end this process with its parent, Ray's raylet. By itself it would notice only between two
-    imports, or after a minute if GCS has died too, and hold its device so long."""
-    with contextlib.suppress(AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def put_last(directory: str) -> None:
     """Let modules in `directory` be found, but not in the place of installed ones. What PYTHONPATH names stays where it
     is."""
@@ -232,9 +224,12 @@ def spawn(
     early = {variable: value for variable, value in environment.items() if READ_AT_START.match(variable)}
     early[NICENESS] = "0"
     late = {variable: value for variable, value in environment.items() if variable not in early}
+    runtime: dict[str, Any] = {"env_vars": early}
+    if command := worker_command(environment):
+        runtime["py_executable"] = command
     # With a concurrency group, all calls run in threads of their groups, none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {ASIDE: 1}}
     actor = ray.remote(**groups)(Process)
-    return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": early}, **options).remote(
+    return actor.options(max_restarts=0, max_task_retries=0, runtime_env=runtime, **options).remote(
         name, target, failure, traced, neighbors, late, os.getcwd(), True
     )

@@ -16,10 +16,11 @@ from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.check import Problems
+from corerl.plan.environment import environment_of, process_environment
 from corerl.plan.models import RoleModel
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, check_spec
-from corerl.plan.roles import RolePlan, cluster_of, environment_of, plan_role, process_environment
+from corerl.plan.roles import RolePlan, cluster_of, plan_role
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load, usable

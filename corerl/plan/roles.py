@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,12 +11,11 @@ from attrs import evolve, field, frozen
 
 from corerl.algorithms.base import Objective
 from corerl.checkpoint.reader import written_ranks
-from corerl.config.options import GLOO_INTERFACE
-from corerl.config.schema import ClusterConfig, ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
+from corerl.config.schema import ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
 from corerl.config.toml_text import to_plain
-from corerl.errors import ConfigError
 from corerl.kinds import MemoryKind, experts_of
 from corerl.plan.check import Problems
+from corerl.plan.environment import environment_of
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
 from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
@@ -228,45 +226,3 @@ def needed(
     if role == ACTOR and plugins.transport is not None:
         needs[plugins.transport.spec.capability] = f"weights.transport = '{config.weights.transport}'"
     return needs
-
-
-# ---- environment -----------------------------------------------------------------------------------------------------
-
-
-def process_environment(cluster: ClusterConfig, *, device: str, transport: Loaded | None) -> dict[str, str]:
-    """The environment that every process of a run gets before it imports anything. `transport` is that of its weight
-    updates; None if it is not known."""
-    environment = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    if path := os.environ.get("PYTHONPATH"):  # that of a cluster's Ray may be another
-        environment["PYTHONPATH"] = path
-    if not cluster.address:
-        environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
-    if device == "cpu":
-        environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
-    elif transport is not None and transport.spec.one_group and cluster.placement == "disaggregated":
-        # Ranks and engines share an NCCL group, which needs equal settings everywhere; engines turn these off.
-        environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    return environment
-
-
-def environment_of(
-    plugin: str, wanted: Mapping[str, str], *, cluster: ClusterConfig, common: Mapping[str, str]
-) -> dict[str, str]:
-    """The environment for one plugin's processes: what is `common` to all, which the user's values replace, and what
-    the plugin wants. Raises ConfigError if it wants another value than they have."""
-    user = {**cluster.environment, **{name: os.environ[name] for name in cluster.secrets}}  # may be secrets
-    merged = {**common, **user}
-    for name, value in wanted.items():
-        known = merged.setdefault(name, value)
-        if name == "LD_PRELOAD":  # a list, to which both may add
-            merged[name] = ":".join(dict.fromkeys([*known.split(":"), *value.split(":")]))
-        elif known != value:
-            owner = "cluster.environment needs another value" if name in user else f"corerl needs {known!r}"
-            raise ConfigError(
-                f"environment variable {name}: {owner}, but {plugin} needs {value!r}; they cannot share a process, so "
-                "choose one of them"
-            )
-    return merged

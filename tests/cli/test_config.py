@@ -1,5 +1,6 @@
 """`corerl config check|show`, from the command line to what is printed."""
 
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -63,6 +64,7 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
     assert out == ""
     pairs = zip(sorted(lines), beginnings, strict=True)
     assert [line for line, beginning in pairs if not line.startswith(beginning)] == []
+    importlib.import_module("corerl.loop")  # which `train` would do, and start Ray meanwhile
     assert main(["train", sound, *wrong]) == 2
     assert capsys.readouterr() == ("", checked)
 

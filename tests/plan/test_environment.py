@@ -8,7 +8,7 @@ import pytest
 
 from corerl.config.schema import ClusterConfig, ClusterInfo
 from corerl.errors import ConfigError
-from corerl.plan.roles import environment_of, process_environment
+from corerl.plan.environment import environment_of, process_environment
 from corerl.plugin.registry import Kind, load
 
 

@@ -1,0 +1,175 @@
+"""Import modules once, in a server from which Ray's workers are forked: each would import them for seconds.
+
+`fork_server` starts the server, a Python process that never has threads, Ray or a device of its own. To start a worker,
+Ray runs this file (`py_executable`), which imports next to nothing: it asks the server for the worker, and ends with
+it. The other way round, the server kills a worker for which nobody waits any more, as when Ray's raylet has ended.
+Where no server answers, this file becomes the usual worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # of Linux, from linux/prctl.h
+LARGEST = 2**20  # bytes of a request
+STREAMS = 3  # file descriptors of a request: those of stdin, stdout and stderr
+
+_command = ""  # by which Ray starts workers, while there is a server
+_environment: Mapping[str, str] = {}  # of the server
+
+
+def worker_command(environment: Mapping[str, str]) -> str:
+    """What Ray shall run in place of Python for a worker with these variables; "" for Python itself. Libraries read
+    variables as they are imported, so the server must have the same."""
+    return _command if environment.items() <= _environment.items() else ""
+
+
+@contextlib.contextmanager
+def fork_server(modules: Iterable[str], environment: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs, workers of this environment are forked from a process that has imported the modules; those
+    that it cannot import are left to the workers. Without an effect on systems other than Linux."""
+    global _command, _environment
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # such as a path too long for a socket: workers start as usual
+                _command = _start(modules, {**os.environ, **environment}, stack)
+                _environment = {**os.environ, **environment}
+        try:
+            yield
+        finally:
+            _command = ""
+
+
+def _start(modules: Iterable[str], environment: Mapping[str, str], stack: contextlib.ExitStack) -> str:
+    """Start a server that `stack` ends; returns the command for workers."""
+    import shlex
+    import subprocess
+    import tempfile
+
+    path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="corerl-")), "socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(path)  # at once: who asks early waits
+        listening.listen(128)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited; Ray's processes block it too
+        try:
+            server = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(listening.fileno()), str(os.getpid()), *modules],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[listening.fileno()],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    stack.callback(server.wait)
+    stack.callback(server.kill)
+    return shlex.join([sys.executable, "-PSE", __file__, path])
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process with its parent."""
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def serve(listening: socket.socket, modules: Iterable[str]) -> tuple[dict[str, Any], list[int]]:
+    """Fork who is asked for; returns in each of them, with its request and its streams."""
+    import importlib
+    import selectors
+
+    gc.disable()
+    for module in modules:
+        with contextlib.suppress(Exception):  # it is raised again where it is needed
+            importlib.import_module(module)
+    gc.freeze()  # a collection would write to all pages, which are shared until then
+    gc.enable()
+    if len(os.listdir("/proc/self/task")) > 1:
+        sys.exit("a fork would lack the threads that a module has started")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what has ended leaves no zombie
+    waiting = selectors.DefaultSelector()
+    waiting.register(listening, selectors.EVENT_READ)
+    while True:
+        for key, _ in waiting.select():
+            if key.fileobj is not listening:  # Ray's process for this worker has ended
+                with contextlib.suppress(ProcessLookupError):  # and so has the worker
+                    signal.pidfd_send_signal(key.data, signal.SIGKILL)
+                waiting.unregister(key.fd)
+                os.close(key.data)
+                os.close(key.fd)
+                continue
+            asking, _ = listening.accept()
+            with asking:
+                body, streams, _, _ = socket.recv_fds(asking, LARGEST, STREAMS)
+                if body and (pid := os.fork()) == 0:
+                    waiting.close()
+                    return json.loads(body), streams
+                for stream in streams:
+                    os.close(stream)
+                if body:
+                    with contextlib.suppress(BrokenPipeError):
+                        asking.send(b"%d" % pid)
+                    waiting.register(asking.detach(), selectors.EVENT_READ, os.pidfd_open(pid))
+
+
+def become(request: Mapping[str, Any], streams: Iterable[int]) -> None:
+    """Run the worker's script in this process, as Python would."""
+    import runpy
+
+    end_with_parent()
+    os.setpgid(0, 0)  # Ray ends a worker with its process group, in which the driver would be
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # else all have the same state; Python's own modules see to that themselves
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.argv[:] = request["arguments"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+# ---- what Ray starts -------------------------------------------------------------------------------------------------
+
+
+def ask(path: str, arguments: list[str]) -> None:
+    """Have the worker forked, and wait for its end. Returns if there is no server."""
+    end_with_parent()
+    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+        asking.connect(path)
+        socket.send_fds(asking, [json.dumps(request).encode()], range(STREAMS))
+        worker = os.pidfd_open(int(asking.recv(32)))  # nothing, if the server has ended
+        select.select([worker], [], [])
+        os._exit(0)
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0].isdecimal():
+        end_with_parent()
+        if os.getppid() == int(arguments[1]):  # else it has ended already
+            become(*serve(socket.socket(fileno=int(arguments[0])), arguments[2:]))
+    else:
+        path, *rest = arguments
+        ask(path, rest)
+        os.execv(sys.executable, [sys.executable, *rest])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
