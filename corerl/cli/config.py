@@ -27,14 +27,16 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from corerl.cluster.forks import fork_server
     from corerl.config.load import load_config
-    from corerl.driver.preload import preloading
+    from corerl.imports import uncollected
     from corerl.plan.preload import preload_of
 
     config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
-    with preloading(preload_of(config)):
-        from corerl.loop import train
-
+    preload = preload_of(config)
+    with fork_server(preload.modules, preload.environment):
+        with uncollected():
+            from corerl.loop import train
         train(config)
     return 0
 

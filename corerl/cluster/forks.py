@@ -17,7 +17,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of Linux, from linux/prctl.h
@@ -35,12 +35,13 @@ def worker_command(environment: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def fork_server(modules: Iterable[str], environment: Mapping[str, str]) -> Iterator[None]:
+def fork_server(modules: Collection[str], environment: Mapping[str, str]) -> Iterator[None]:
     """While the block runs, workers of this environment are forked from a process that has imported the modules; those
-    that it cannot import are left to the workers. Without an effect on systems other than Linux."""
+    that it cannot import are left to the workers. Without an effect if there are none, and on systems other than
+    Linux."""
     global _command, _environment
     with contextlib.ExitStack() as stack:
-        if hasattr(os, "pidfd_open"):
+        if modules and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # such as a path too long for a socket: workers start as usual
                 _command = _start(modules, {**os.environ, **environment}, stack)
                 _environment = {**os.environ, **environment}

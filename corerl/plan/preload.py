@@ -1,4 +1,4 @@
-"""What can start before a run's plan is made. Importing this loads no torch."""
+"""What ranks and engines import, known before a run's plan is made. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ PROCESSES = ("corerl.trainer.worker", "corerl.engines.service", "jsonschema", "r
 
 @frozen(kw_only=True)
 class Preload:
-    """What a run needs whatever its plan says."""
-
-    own_ray: bool  # it starts Ray
-    modules: tuple[str, ...] = ()  # that ranks and engines import; none if they cannot be forked
-    environment: Mapping[str, str] = field(factory=dict, repr=False)  # theirs; may hold secrets
+    modules: tuple[str, ...] = ()  # none where processes cannot be forked
+    environment: Mapping[str, str] = field(factory=dict, repr=False)  # may hold secrets
 
 
 def preload_of(config: Config) -> Preload:
-    """Ranks and engines are forked on CPUs alone: libraries of GPUs are not made for that. Those of a plugin that wants
-    variables of its own start as usual."""
+    """For `corerl.cluster.forks.fork_server`. Ranks and engines are forked on CPUs alone, as libraries of GPUs are not
+    made for that, and by a Ray of the run's own. Those of a plugin that wants variables of its own start as usual."""
     cluster = config.cluster
-    found = Preload(own_ray=not cluster.address)
-    if not found.own_ray or cluster.device != "cpu":
-        return found
+    if cluster.address or cluster.device != "cpu":
+        return Preload()
     try:
         require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
         common = process_environment(cluster, device=cluster.device, transport=None)
@@ -40,5 +36,5 @@ def preload_of(config: Config) -> Preload:
         used = [each for each in selected(config) if each.used and each.kind in (Kind.BACKENDS, Kind.ENGINES)]
         plugins = [load(each.kind, each.name).spec.implementation.partition(":")[0] for each in used]
     except (CorerlError, KeyError):  # the plan says all that is wrong
-        return found
-    return Preload(own_ray=True, modules=(*PROCESSES, *plugins), environment=environment)
+        return Preload()
+    return Preload(modules=(*PROCESSES, *plugins), environment=environment)

@@ -107,9 +107,9 @@ def fork_workers() -> None:
 def joined(address: str) -> Iterator[None]:
     """Where this process would start Ray on this machine inside the block, it joins the one at `address`, whose workers
     are forked as it is."""
-    from corerl.driver import preload
+    from corerl.cluster import forks
 
-    init, fork_server = ray.init, preload.fork_server
+    init, fork_server = ray.init, forks.fork_server
 
     def joining(**options: Any) -> Any:
         if options["address"] != "local":
@@ -117,8 +117,8 @@ def joined(address: str) -> Iterator[None]:
         asked = {name: options[name] for name in ("log_to_driver", "logging_level", "namespace")}
         return init(address=address, **asked)
 
-    ray.init, preload.fork_server = joining, lambda *_: contextlib.nullcontext()
+    ray.init, forks.fork_server = joining, lambda *_: contextlib.nullcontext()
     try:
         yield
     finally:
-        ray.init, preload.fork_server = init, fork_server
+        ray.init, forks.fork_server = init, fork_server

@@ -1,4 +1,4 @@
-"""What starts before a run's plan is made."""
+"""What ranks and engines import before a run's plan is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 def test_all_processes_of_the_quickstart_are_forked() -> None:
     config = load_config(QUICKSTART)
     found = preload_of(config)
-    assert found.own_ray
     assert {"corerl_fsdp.backend", "corerl_transformers.engine", "corerl.trainer.worker"} <= set(found.modules)
     processes = make_plan(config, starting=False).processes
     assert processes.engine is not None
@@ -25,14 +24,14 @@ def test_all_processes_of_the_quickstart_are_forked() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["cluster.device=cuda", "cluster.device=auto", "backend.name=nobodys", 'cluster.secrets=["X9"]']
+    "override",
+    [
+        *("cluster.device=cuda", "cluster.device=auto", "cluster.address=10.0.0.1:6379"),
+        *("backend.name=nobodys", 'cluster.secrets=["X9"]'),
+    ],
 )
-def test_nothing_is_forked_for_gpus_and_wrong_configs(override: str) -> None:
-    assert preload_of(load_config(QUICKSTART, [override])) == Preload(own_ray=True)
-
-
-def test_nothing_starts_beside_a_cluster() -> None:
-    assert preload_of(load_config(QUICKSTART, ["cluster.address=10.0.0.1:6379"])) == Preload(own_ray=False)
+def test_nothing_is_forked_for_gpus_by_anothers_ray_and_for_wrong_configs(override: str) -> None:
+    assert preload_of(load_config(QUICKSTART, [override])) == Preload()
 
 
 def test_no_code_that_came_with_a_model_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,4 +39,4 @@ def test_no_code_that_came_with_a_model_is_imported(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = load_config(QUICKSTART, ["model={path='.'}", "backend.name=theirs:SPEC"])
-    assert preload_of(config) == Preload(own_ray=True)
+    assert preload_of(config) == Preload()
