@@ -130,7 +130,7 @@ def test_a_module_that_cannot_be_imported_is_left_to_the_worker(files: Path) -> 
 def test_only_workers_with_the_servers_variables_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INHERITED", "yes")
     assert worker_command({}) == ""
-    with fork_server([], {"ITS": "1"}):
+    with fork_server(["json"], {"ITS": "1"}):
         assert worker_command({"ITS": "1", "INHERITED": "yes"}) != ""
         assert worker_command({"ITS": "2"}) == worker_command({"INHERITED": "no"}) == worker_command({"MORE": ""}) == ""
     assert worker_command({}) == ""
@@ -140,6 +140,6 @@ def test_a_directory_too_long_for_a_socket_is_no_error(tmp_path: Path, monkeypat
     deep = tmp_path / ("long" * 30)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with fork_server([], {}):
+    with fork_server(["json"], {}):
         assert worker_command({}) == ""
     assert list(deep.iterdir()) == []
