@@ -58,7 +58,6 @@ class Ended:
     status: int | None  # its exit status; None where it had not ended
     seconds: float  # from its start
     steps: Sequence[Mapping[str, float]]  # metrics of each rollout step
-    evaluations: Sequence[Mapping[str, float]]
     output: str
 
     def mean(self, name: str, *, after: int = 0) -> float:
@@ -158,10 +157,6 @@ class Watched(Process):
         path = self.directory / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
-    def servers(self) -> list[int]:
-        """The engines' servers: processes that lead a session of their own."""
-        return [pid for pid in self.processes() if pid != self.process.pid and _leads(pid)]
-
     def wait(self, deadline: float, check: Callable[[Watched], bool | None] = lambda watched: None) -> Ended:
         """Until it ends, or `deadline` seconds after its start, or `check`, which is called every few milliseconds
         meanwhile, says with True that it has seen enough."""
@@ -174,7 +169,6 @@ class Watched(Process):
             status=status,
             seconds=time.monotonic() - self._began,
             steps=[line for line in lines if "time/step" in line],
-            evaluations=[line for line in lines if "eval/reward" in line],
             output=self.output(),
         )
 
@@ -226,10 +220,3 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace").strip()
     except OSError:
         return ""
-
-
-def _leads(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
-        return False

@@ -25,7 +25,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,6 @@ def start_verl(case: Case, args: argparse.Namespace, checkpoint: Path, directory
         "VERL_FILE_LOGGER_PATH": str(metrics),
         "HF_HOME": str(directory / "cache"),
         "HYDRA_FULL_ERROR": "1",
-        **dict(each.split("=", 1) for each in args.verl_environment),
     }
     run = Process([*command, f"hydra.run.dir={directory}"], directory=directory, environment=environment)
     return Side(run, lambda: read_verl(metrics), directory)
@@ -250,13 +250,8 @@ def report(name: str, case: Case, steps: Mapping[str, Steps]) -> Report:
 
 
 def versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue  # of a side that does not run here
-    return found
+    """Of the packages that are there: a side that does not run here lacks its own."""
+    return {each: version(each) for each in PACKAGES if find_spec(each)}
 
 
 def make(name: str, case: Case, args: argparse.Namespace, keep: Path, checkpoint: Path) -> dict[str, Steps]:
@@ -294,9 +289,6 @@ def main() -> int:
     command.add_argument("--warm", type=int, help="steps before them, in place of the case's")
     command.add_argument("--attention", default="triton", help="SGLang's attention backend, on both sides")
     command.add_argument("--verl-set", nargs="*", default=[], help="more overrides of verl's configuration")
-    command.add_argument(
-        "--verl-environment", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of verl's side"
-    )
     command.add_argument("--keep", type=Path, help="a directory for checkpoints and steps")
     command.add_argument("--overrides", action="store_true", help="print verl's overrides, one a line, and end")
     args = command.parse_args()

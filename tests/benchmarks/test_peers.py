@@ -70,7 +70,7 @@ def test_each_side_has_a_turn_of_its_own_and_is_ended_with_its_last_step(
     monkeypatch.setattr(verl, "STARTS", dict.fromkeys(verl.SIDES, verl.start_verl))
     monkeypatch.setattr(verl, "common", lambda side, step: common("verl", step))
     words = {"side": "both", "tiny": True, "deadline": 60.0, "attention": "triton"}
-    args = argparse.Namespace(**words, verl_set=[], verl_environment=["NAME=value"])
+    args = argparse.Namespace(**words, verl_set=[])
     made = verl.make("ragged", CASES["ragged"], args, tmp_path, tmp_path / "checkpoint")
     assert (tmp_path / "notes").read_text().split() == ["begins", "ends"] * 2
     for side in ("corerl", "verl"):
