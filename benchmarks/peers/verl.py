@@ -81,7 +81,7 @@ def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data
         kept = [each for each in common if not each.startswith("weights.lora")]
         return [*kept, "cluster.device=cpu", "rollout.engine=transformers", "cluster.offload=always"]
     engine = sglang(memory=case.memory, attention_backend=args.attention, server=server_options(case))
-    # As it is alone on the GPU, once two steps have shown that ranks and engine fit in its memory together.
+    # What `auto` comes to alone on the GPU, once two steps have shown that ranks and engine fit there together.
     stays = "cluster.offload=never"
     return [*common, "cluster.device=cuda", stays, "train.precision=bfloat16", *engine, *args.set]
 

@@ -13,7 +13,9 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import select
+import selectors
 import signal
 import socket
 import sys
@@ -22,6 +24,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of Linux, from linux/prctl.h
 LARGEST = 2**20  # bytes of a request
+OOM_SCORE = "/proc/self/oom_score_adj"
+PATIENCE_SECONDS = 30.0  # with a server that still imports: Ray gives a worker 60 until it registers
 STREAMS = 3  # file descriptors of a request: those of stdin, stdout and stderr
 
 _command = ""  # by which Ray starts workers, while there is a server
@@ -88,9 +92,8 @@ def end_with_parent() -> None:
 
 
 def serve(listening: socket.socket, modules: Iterable[str]) -> tuple[dict[str, Any], list[int]]:
-    """Fork who is asked for; returns in each of them, with its request and its streams."""
+    """Fork the workers that are asked for; returns in each of them, with its request and its streams."""
     import importlib
-    import selectors
 
     gc.disable()
     for module in modules:
@@ -112,25 +115,47 @@ def serve(listening: socket.socket, modules: Iterable[str]) -> tuple[dict[str, A
                 os.close(key.data)
                 os.close(key.fd)
                 continue
-            asking, _ = listening.accept()
-            with asking:
-                body, streams, _, _ = socket.recv_fds(asking, LARGEST, STREAMS)
-                if body and (pid := os.fork()) == 0:
-                    waiting.close()
-                    return json.loads(body), streams
+            with contextlib.suppress(OSError):  # such as no memory for a process: who asks becomes the usual worker
+                if (forked := _fork(listening.accept()[0], waiting)) is not None:
+                    return forked
+
+
+def _fork(asking: socket.socket, waiting: selectors.BaseSelector) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork the worker for which this connection asks: its request and its streams there, None in the server."""
+    with asking:
+        body, streams, _, _ = socket.recv_fds(asking, LARGEST, STREAMS)
+        server, pid = os.getpid(), -1
+        try:
+            if body:
+                pid = os.fork()
+        finally:
+            if pid != 0:
                 for stream in streams:
                     os.close(stream)
-                if body:
-                    with contextlib.suppress(BrokenPipeError):
-                        asking.send(b"%d" % pid)
-                    waiting.register(asking.detach(), selectors.EVENT_READ, os.pidfd_open(pid))
+        if pid == 0:
+            end_with_parent()
+            if os.getppid() != server:  # it has ended before
+                os._exit(1)
+            for key in [*waiting.get_map().values()]:
+                if isinstance(key.fileobj, socket.socket):  # that is listened to
+                    key.fileobj.close()
+                else:  # of a worker that was forked before
+                    os.close(key.fd)
+                    os.close(key.data)
+            waiting.close()
+            return json.loads(body), streams
+        if pid > 0:
+            worker = os.pidfd_open(pid)  # fails if it has ended
+            with contextlib.suppress(BrokenPipeError):
+                socket.send_fds(asking, [b"forked"], [worker])
+            waiting.register(asking.detach(), selectors.EVENT_READ, worker)
+    return None
 
 
 def become(request: Mapping[str, Any], streams: Iterable[int]) -> None:
     """Run the worker's script in this process, as Python would."""
     import runpy
 
-    end_with_parent()
     os.setpgid(0, 0)  # Ray ends a worker with its process group, in which the driver would be
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -141,6 +166,10 @@ def become(request: Mapping[str, Any], streams: Iterable[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    with contextlib.suppress(OSError, ValueError):  # the server's hard limit may be lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
+    with contextlib.suppress(OSError), open(OOM_SCORE, "w") as score:
+        score.write(request["oom_score"])
     sys.argv[:] = request["arguments"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -152,11 +181,21 @@ def become(request: Mapping[str, Any], streams: Iterable[int]) -> None:
 def ask(path: str, arguments: list[str]) -> None:
     """Have the worker forked, and wait for its end. Returns if there is no server."""
     end_with_parent()
-    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
+    request: dict[str, Any] = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        # Ray has set both for its worker.
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "oom_score": "0",
+    }
+    with contextlib.suppress(OSError), open(OOM_SCORE) as score:
+        request["oom_score"] = score.read()
     with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+        asking.settimeout(PATIENCE_SECONDS)
         asking.connect(path)
         socket.send_fds(asking, [json.dumps(request).encode()], range(STREAMS))
-        worker = os.pidfd_open(int(asking.recv(32)))  # nothing, if the server has ended
+        _, [worker], _, _ = socket.recv_fds(asking, 32, 1)  # none, if the server has ended or could not fork
         select.select([worker], [], [])
         os._exit(0)
 

@@ -69,7 +69,8 @@ class Process:
     ended, of how many, by thread; and `trace(recorder)`, called before its first call if the process is `traced`.
 
     `neighbors` is the number of bundles on this machine. `here` is the driver's working directory, where a user's own
-    loss or backend may be. With `bound` the process ends with its parent, Ray's raylet.
+    loss or backend may be. With `bound` the process ends with its parent: Ray's raylet, or the server that has
+    forked it, which ends it with the process that the raylet has started.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Process:
         if GLOO_INTERFACE not in os.environ and (interface := interface_of(known)):
             os.environ[GLOO_INTERFACE] = interface
         if bound:
-            # Ray's raylet. By itself it would notice that only between two imports, or after a minute if GCS has died
-            # too, and hold its device so long.
+            # By itself a worker notices that its raylet has ended only between two imports, or after a minute if GCS
+            # has died too, and holds its device so long.
             end_with_parent()
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
@@ -175,7 +176,8 @@ class Process:
 
 def started_with() -> Mapping[str, str]:
     """The environment variables this process started with (from its `environment`, the machine's Ray, or Ray's parent),
-    without those set since."""
+    without those set since. Of a forked worker they are its server's, which has those of this process, or it would not
+    have forked it."""
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""The processes of a run's engines: what each can do, calls of them, and those that come in the place of dead ones."""
+"""The processes of a run's engines: what each can do, calls of them, and replacements of dead ones."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def held_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> Held:
 
 def own_bytes(device: torch.device) -> int | None:
     """Bytes of the device that this process uses, its context included; None without nvidia-ml-py, or where the driver
-    does not find the process: it uses the host's ids, and those in a container are others."""
+    does not find the process: it knows host process ids, which differ in a container."""
     try:
         import pynvml
     except ImportError:

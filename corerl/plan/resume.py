@@ -351,7 +351,9 @@ def _changes(
 ) -> Iterator[str]:
     """How data differ that a run cannot continue with."""
     settings = {
-        "data.sources": [", ".join(f"{each.name} {each.weight:g}" for each in side) for side in (shares, before)],
+        "data.sources": [
+            ", ".join(f"{each.name or 'one source'} {each.weight:g}" for each in side) for side in (shares, before)
+        ],
         "data.held_out": [", ".join(str(len(each.held_out)) for each in side) for side in (shares, before)],
     }
     yield from (f"{name}: {now} (was {then})" for name, (now, then) in settings.items() if now != then)

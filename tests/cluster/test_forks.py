@@ -22,12 +22,13 @@ pytestmark = pytest.mark.processes
 # A library that is slow to import, and a worker that says who it is, then waits for a line.
 LIBRARY = "import os\nIMPORTED_BY = os.getpid()"
 WORKER = """
-import json, os, sys
+import json, os, resource, sys
 import slow_library
 seen = {"pid": os.getpid(), "parent": os.getppid(), "imported": slow_library.IMPORTED_BY, "arguments": sys.argv[1:]}
 seen |= {"group": os.getpgrp()}
 seen |= {"variable": os.environ.get("MINE"), "server's": os.environ.get("ITS"), "directory": os.getcwd()}
-seen |= {"name": __name__, "path": sys.path[0]}
+seen |= {"name": __name__, "path": sys.path[0], "files": resource.getrlimit(resource.RLIMIT_NOFILE)}
+seen |= {"oom": open("/proc/self/oom_score_adj").read()}
 print(json.dumps(seen), flush=True)
 sys.stdin.readline()
 """
@@ -51,7 +52,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextlib.contextmanager
 def started(command: str, files: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
     """A worker, and what it says."""
-    line = f"exec {command or sys.executable} {files / 'worker.py'} --number 3"
+    limits = "ulimit -Sn 777; echo 300 > /proc/self/oom_score_adj"  # as Ray sets some
+    line = f"{limits}; exec {command or sys.executable} {files / 'worker.py'} --number 3"
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = {**os.environ, **variables}
     with subprocess.Popen(["bash", "-c", line], env=environment, cwd=files, **streams) as process:  # type: ignore[call-overload]

@@ -70,7 +70,9 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
             "options of the extension `elastic`, which pip install 'corerl[elastic]' brings"
         ),
         "the settings `rollout.function` and `[rollout.episodes]`": "`[samplers.episodes]`",
-        "`run.apply(run.replan(overrides))` and `run.sizes` of `RunControl`": "corerl_elastic: resize(run, overrides)",
+        "`run.apply(run.replan(overrides))` and `run.sizes` of `RunControl`": (
+            "corerl_elastic: resize(run, overrides), restart_by, sizes_of"
+        ),
     },
 }
 

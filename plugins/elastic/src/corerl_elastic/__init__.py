@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl_elastic.changing import resize as resize
+    from corerl_elastic.changing import restart_by as restart_by
+    from corerl_elastic.changing import sizes_of as sizes_of
     from corerl_elastic.scaling import Devices as Devices
     from corerl_elastic.scaling import Sizing as Sizing
     from corerl_elastic.scaling import Spent as Spent

@@ -32,7 +32,10 @@ def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
 
     Raises UserError or ResizeFailed if not all groups could be changed, once they are as before, and WorkerDied if
     ranks die, which `between_steps` lets pass: the run then goes on from its newest checkpoint."""
-    assert run.save is not None, "between steps alone"
+    if run.save is None:
+        raise ResizeFailed(
+            "corerl_elastic.resize: a run is resized in the hook between_steps alone; there is no step here"
+        )
     plan, before, places, began = run.plan.resized(overrides), run.plan, dict(run.pool), time.monotonic()
     _require_same_surroundings(before, plan)
     restarts = any(_differ(before, plan, name) for name in before.processes.roles)
@@ -53,9 +56,9 @@ def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
             if isinstance(error, UserError | ResizeFailed):
                 raise
             raise ResizeFailed(f"{error.message}; all groups are as before") from error
+        run.follow(plan, slots)
     finally:
         run.pool.take({})  # gives back what was reserved for processes that have ended, or did not come
-    run.follow(plan, slots)
     seconds = time.monotonic() - began
     lines = [f"{line}, {seconds:.1f} s" for line in _changes(before, plan)]
     for line in lines:

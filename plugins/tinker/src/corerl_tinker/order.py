@@ -61,11 +61,14 @@ class Turns:
             try:
                 work = partial(waiting[0].work, [each.what for each in taken])
                 found = await self._call(work) if taken else []
+                if len(found) != len(taken):
+                    raise AssertionError(f"{len(found)} answers to {len(taken)} requests")
             except Exception as error:
                 found = [error] * len(taken)
             for each, answer in zip(taken, found, strict=True):
                 if each.answer.done():
-                    answer.cancel() if isinstance(answer, concurrent.futures.Future) else None
+                    if isinstance(answer, concurrent.futures.Future):
+                        answer.cancel()
                 elif isinstance(answer, Exception):
                     each.answer.set_exception(answer)
                 else:
@@ -88,7 +91,7 @@ class Model:
     _alone: int = 0  # how many had their turn that are done alone
 
     def add(self, number: int, asked: Asked) -> None:
-        """Let a request have its turn once those of all lower numbers had theirs. It is done together with those of its
+        """Let a request have its turn after all requests with lower numbers. It is done together with those of its
         key that have no other between them; None is the key of what is done alone."""
         if not self._waiting:
             self._moved = self.clock()

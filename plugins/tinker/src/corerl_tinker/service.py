@@ -201,8 +201,8 @@ class Service:
         model_id, number, forward_only = message.model_id, message.seq_id, message.forward_only
         try:
             rows = await asyncio.to_thread(self._policy.rows, await asyncio.to_thread(wire.read_pass, message))
-        except UserError as error:
-            rows, refused = None, error  # in its turn: its number is used up
+        except Exception as error:  # in its turn: its number is used up, for which later requests would wait
+            rows, refused = None, error if isinstance(error, UserError) else Refused(message_of(error))
 
         def run(model: Model, passes: Sequence[Rows]) -> Sequence[Answer]:
             try:

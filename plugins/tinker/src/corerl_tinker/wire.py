@@ -43,6 +43,9 @@ def read_pass(message: PassMessage) -> Pass:
                 raise Refused(
                     f"{total} tokens with {most} targets each are more than {MOST_TARGETS}; send fewer datums"
                 )
+            for name, tensor in tensors.items():  # before a sparse one is made dense
+                if tensor.shape and (len(tensor.shape) > 2 or tensor.shape[0] != len(tokens)):
+                    raise Refused(f"{name} has the shape {list(tensor.shape)}, but there are {len(tokens)} tokens")
             datums.append(Datum(tokens=tokens, inputs={name: _array(tensors[name]) for name in tensors}))
         except (Refused, ValueError, RuntimeError) as error:  # of numpy and torch, for what the SDK does not send
             raise Refused(f"datum {number}: {message_of(error)}") from error
