@@ -56,6 +56,18 @@ def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing
         assert len(turns) == sum(each in alone or each == 1 or each - 1 in alone for each in begun)
 
 
+def test_work_that_answers_too_few_fails_all_that_it_was_given() -> None:
+    async def play() -> list[Any]:
+        async def call(work: Callable[[], Any]) -> Any:
+            return work()
+
+        turns = Turns(call)
+        asking = [turns.ask(lambda whats: whats[:1], number, "pass") for number in range(2)]
+        return await asyncio.gather(*asking, return_exceptions=True)
+
+    assert [str(each) for each in asyncio.run(play())] == ["1 answers to 2 requests"] * 2
+
+
 def test_nothing_is_done_for_who_has_gone() -> None:
     """And what was begun for who goes meanwhile is cancelled."""
     done, begun = list[list[str]](), concurrent.futures.Future[None]()

@@ -138,6 +138,8 @@ def csr(width: int, *, rows: Sequence[int] = (0, 1, 2), columns: Sequence[int] =
         ({"dtype": 1, "dense": b"12345678", "shape": [2, -1]}, r"the dtype 1, and the shape \[2, -1\]"),
         ({"dtype": 1, "dense": bytes(16), "shape": [2, 3]}, "cannot reshape array of size 4 into shape"),
         (csr(2**40), "2 tokens with 1099511627776 targets each are more than 33554432; send fewer datums"),
+        (csr(4) | {"shape": [2**20, 4]}, r"weights has the shape \[1048576, 4\], but there are 2 tokens"),
+        (csr(4) | {"shape": [2, 4, 4]}, r"weights has the shape \[2, 4, 4\], but there are 2 tokens"),
         (csr(4, columns=[0, 4]), "datum 0: RuntimeError: "),
         (csr(4, columns=[0, -1]), "RuntimeError"),
         (csr(4, columns=[0]), "RuntimeError"),
