@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from tests.cluster.nodes import session, title_in
 from tests.forks.asking import SOCKET
@@ -32,13 +32,8 @@ SERVES = {
 STARTS_WITHIN = paced(240.0)  # seconds, against hangs
 
 
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
-
 class Forked:
-    """What `subprocess.Popen` is to a process of one's own. One that leads no session is killed when this process has
-    gone."""
+    """What `subprocess.Popen` is to a process of one's own."""
 
     def __init__(
         self,
@@ -48,16 +43,15 @@ class Forked:
         environment: Mapping[str, str],
         stdout: IO[Any],
         stderr: IO[Any],
-        stdin: HasFileno | None = None,
-        directory: str | Path | None = None,
-        leads: bool = True,
+        stdin: IO[Any] | None = None,
+        directory: Path | None = None,
     ) -> None:
         request = {
             "argv": list(map(str, argv)),
             "code": code,
             "environment": dict(environment),
             "directory": str(directory or Path.cwd()),
-            "leads": leads,
+            "leads": True,
         }
         self._answers = connect()
         with open(os.devnull, "rb") as nothing:

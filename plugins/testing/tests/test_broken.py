@@ -105,7 +105,6 @@ def run_suite(request: pytest.FixtureRequest, directory: Path, **environment: st
     wait_for_memory(GIB, "the suite with broken backends")
     arguments = ["pytest", "-q", "--tb=line", "-p", "corerl_testing.plugin", "-c", "/dev/null", "--rootdir", "."]
     arguments += ["-p", "no:cacheprovider", "--corerl-level", "2", "--corerl-report", "report.json", "test_suite.py"]
-    arguments += ["-p", "tests.forks.ranks"]
     (directory / "test_suite.py").write_text(SUITE)
     (directory / "conftest.py").write_text(CONFTEST)
     own = {**os.environ, "OMP_NUM_THREADS": "1", "BACKENDS": " ".join(names), **environment}

@@ -27,6 +27,7 @@ from corerl.models import (
     materialize,
     meta_model,
     move_buffers,
+    parts_of,
     put_adapters,
     recompute_layers,
     trained_parameters,
@@ -76,7 +77,8 @@ def build_model(
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
     # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
     untrained = {name for name, param in policy.model.named_parameters() if not param.requires_grad}
-    untrained |= unread_parameters(meta_model(hf, value_head=value_head, lora=lora))
+    looked = meta_model(hf, value_head=value_head, lora=lora)
+    untrained |= unread_parameters(looked, parts_of(looked))
     settings = deepspeed_json(
         options,
         train,

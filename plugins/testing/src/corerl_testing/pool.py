@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any, Protocol, TypeVar
 from unittest import mock
 
@@ -121,7 +122,7 @@ class RankPool:
         # preloaded may initialize it, so that those of a CPU do not see it.
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         forks = self.device == "cpu" and not self._environment
-        context: Any = fork_server() if forks else multiprocessing.get_context("spawn")
+        context: Any = _fork_server() if forks else multiprocessing.get_context("spawn")
         # It listens before any rank is started, so no other process can take the port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
@@ -190,9 +191,9 @@ class RankPool:
         return True
 
 
-def fork_server() -> Any:
-    """The context of processes for ranks on a CPU: a fork server with PRELOAD imported, which starts with its first
-    process and silently ignores preloads that are set after that. Tests with a server of their own put it here."""
+def _fork_server() -> ForkServerContext:
+    """A fork server with PRELOAD imported. It starts with its first process; preloads set after that are silently
+    ignored."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
