@@ -58,7 +58,7 @@ class Replica:
 
 
 class Replicas(ABC):
-    """Replicas `engine-0`, `engine-1`, ... For the thread that updates weights, but for calls, which any may make."""
+    """Replicas `engine-0`, `engine-1`, ... Any thread may make calls; all else is for the one that updates weights."""
 
     def __init__(self, processes: RayGroup, assignments: Sequence[EngineAssignment], *, restarts: int) -> None:
         """`restarts`: how often a replica may be restarted without a completed step in between."""

@@ -19,6 +19,8 @@ PROCESSES = ("corerl.trainer.worker", "corerl.engines.service", "jsonschema", "r
 
 @frozen(kw_only=True)
 class Preload:
+    """What a process that others are forked from imports, and with which variables."""
+
     modules: tuple[str, ...] = ()  # none where processes cannot be forked
     environment: Mapping[str, str] = field(factory=dict, repr=False)  # may hold secrets
 
