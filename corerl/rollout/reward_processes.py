@@ -109,8 +109,7 @@ class RewardPool:
 
     def _replace_idle(self, worker: RewardWorker) -> None:
         self._require_open()  # or the pool has killed it
-        worker.process.join(POLL)
-        code = worker.process.exitcode
+        code = worker.wait(POLL)
         how = "it has closed its connection" if code is None else exit_status(code)
         self._notify(f"a process for reward {self._reward.name!r} ended while it was idle ({how}); it is replaced")
         self._end(worker)
@@ -133,15 +132,16 @@ class RewardPool:
                     self._replace_idle(worker)
             for worker in self._ready():
                 late = not worker.connection.poll() and worker.deadline <= time.monotonic()
+                code = None
                 try:
                     if not late:
                         found |= worker.receive()
                         continue
                 except (EOFError, OSError):
-                    worker.process.join(POLL)  # let it exit, to learn its exit code
+                    code = worker.wait(POLL)
                 self._require_open()  # or the pool has killed it
                 if len(worker.places) == 1 or not worker.started:
-                    found |= self._failed(worker, None if late else worker.process.exitcode, samples)
+                    found |= self._failed(worker, code, samples)
                 elif not worker.places:
                     self._replace_idle(worker)
                     continue

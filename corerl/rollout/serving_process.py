@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -38,6 +39,16 @@ class ServingProcess:
         started = descendants(pid)
         self.process.kill()  # first, so that it starts no others
         _kill_pids(*started, -pid)
+
+    def wait(self, timeout: float) -> int | None:
+        """The exit status of the process, or None if it has not ended after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        self.process.join(timeout)
+        # multiprocessing takes the status of every child whenever any thread starts another one, and tells a thread
+        # that asks in between that there is none.
+        while (code := self.process.exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return code
 
     def end(self) -> None:
         """Kill the process, and wait for it."""

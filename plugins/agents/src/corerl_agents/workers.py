@@ -86,8 +86,7 @@ class LocalProcess(ServingProcess):
         try:
             return self.connection.recv_bytes()
         except (EOFError, OSError):
-            self.process.join(EXIT)  # to learn its exit status
-            code = self.process.exitcode
+            code = self.wait(EXIT)
             raise Gone("its connection closed" if code is None else exit_status(code)) from None
 
 
