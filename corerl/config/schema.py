@@ -36,7 +36,7 @@ LayoutName = Literal["auto", "packed", "whole"]
 Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 KL_ESTIMATOR = {"loss": "k3", "reward": "k1"}  # that of algorithm.kl_in, where the config names none
 Precision = Literal["float32", "bfloat16", "float16"]
-ALL_LINEAR = "all-linear"  # of lora.targets
+ALL_LINEAR, EXPERTS = "all-linear", "experts"  # of lora.targets
 MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
@@ -273,8 +273,8 @@ class LoraConfig:
     )
     targets: tuple[str, ...] | None = option(
         "modules that get adapters, by the last parts of their names in the Hugging Face model, such as q_proj or "
-        "self_attn.q_proj; 'all-linear' stands for all linear layers of the decoder but routers and the head; unset: "
-        "that, or as in path",
+        "self_attn.q_proj; 'all-linear' stands for all linear layers of the decoder but routers and the head, and "
+        "'experts' for the matrices of routed experts; unset: all-linear, or as in path",
         default=None,
         validator=optional(filled),
     )
@@ -294,6 +294,11 @@ class LoraConfig:
         """The same with a value for all that is unset: of `saved`, the settings of `path`, or the common one."""
         common = {"rank": 16, "alpha": 32.0, "targets": (ALL_LINEAR,), "rslora": False, **saved}
         return evolve(self, **{name: value for name, value in common.items() if getattr(self, name) is None})
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether experts get adapters; of settled ones."""
+        return any(target.rpartition(".")[2] == EXPERTS for target in self.targets or ())
 
     @property
     def scale(self) -> float:

@@ -21,8 +21,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from corerl.errors import ModelError
 from corerl.models.build import named_weights, stored_buffers
-from corerl.models.lora import adapter_parameters
-from corerl.weights.adapters import PREFIX, WEIGHT, B, adapted, adapters_of
+from corerl.models.lora import adapted_parameter, adapter_parameters
+from corerl.weights.adapters import PREFIX, WEIGHT, adapters_of
 from corerl.weights.chunks import Box, Chunk, intersect, within
 
 
@@ -101,16 +101,15 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
             raise ModelError(
                 f"{type(model).__name__}: the HF tensors in {name} do not cover each of its elements exactly once"
             )
-    for name in adapters:
-        changed, shape = adapted(PREFIX + name), tuple(weights[name].shape)
-        whole = boxes.get(changed, ())
-        if len(whole) != 1 or not whole[0].name.endswith(WEIGHT) or whole[0].shape != tuple(weights[changed].shape):
+    for name, param in adapters.items():
+        changed = adapted_parameter(name)
+        found = _adapter_boxes(boxes.get(changed, ()), tuple(weights[changed].shape), name, tuple(param.shape))
+        if not found:
             raise ModelError(
                 f"{type(model).__name__} has no tensor {changed!r} of its own in its files, so that it cannot have an "
                 "adapter; leave it out of lora.targets"
             )
-        own = adapters_of(whole[0].name)[name.endswith(B)]
-        boxes[name] = [HFBox(own, shape, (0,) * len(shape), tuple(range(len(shape))))]
+        boxes[name] = found
     return boxes
 
 
@@ -118,7 +117,7 @@ def peft_names(model: PreTrainedModel) -> dict[str, str]:
     """The names that PEFT gives a model's adapters, after the modules that they belong to, by the names that CoreRL
     gives them, after the weights in the files."""
     boxes = hf_boxes(model)
-    return {boxes[name][0].name: PREFIX + name for name in adapter_parameters(model)}
+    return {boxes[name][0].name: PREFIX + name for name in adapter_parameters(model) if name.endswith(WEIGHT)}
 
 
 def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -161,6 +160,25 @@ def _box(name: str, view: Tensor, param: Tensor) -> HFBox | None:
             return None
         axes.append(fitting[0])
     return HFBox(name, tuple(view.shape), tuple(start), tuple(axes))
+
+
+def _adapter_boxes(whole: Sequence[HFBox], weight: tuple[int, ...], name: str, shape: tuple[int, ...]) -> list[HFBox]:
+    """The A or B of each HF tensor in a parameter of the shape `weight`, in the adapter's parameter; none unless those
+    are matrices [out, in] of one size, with all of the parameter's inputs."""
+    rows = {box.shape[0] for box in whole}
+    if len(rows) != 1 or not all(box.name.endswith(WEIGHT) and box.shape == (*rows, weight[-1]) for box in whole):
+        return []
+    (out,), axes, is_b = rows, (len(weight) - 2, len(weight) - 1), "lora_B" in name
+    rank = shape[-1] if is_b else shape[-2] * out // weight[-2]
+    found = []
+    for box in whole:
+        *above, row, _ = box.start
+        own = adapters_of(box.name)[is_b]
+        if is_b:
+            found.append(HFBox(own, (out, rank), (*above, row, 0), axes))
+        else:
+            found.append(HFBox(own, (rank, weight[-1]), (*above, row // out * rank, 0), axes))
+    return found
 
 
 def _covered_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from corerl.checkpoint.format import WEIGHTS, unusable
 from corerl.checkpoint.reader import CheckpointSource
-from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from corerl.config.schema import EXPERTS, Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.kinds import experts_of
 from corerl.messages import listed
@@ -408,17 +408,21 @@ def notices_of(model: RoleModel) -> Iterator[str]:
 
 
 def without_adapters(model: RoleModel) -> Iterator[str]:
-    """A line if a model with adapters has experts in fused tensors, which get none."""
+    """A line if a model with adapters has experts in fused tensors that get none."""
     count = experts_of(model.hf.get_text_config().to_dict())
     parameters = dict(model.built.named_parameters())
-    fused = [name for name, param in parameters.items() if param.dim() == 3 and len(param) == count]
-    if model.lora is not None and fused:
-        covered = sum(module.weight.numel() for module in targets_in(model.built, model.lora).values())
+    fused = {name: param for name, param in parameters.items() if param.dim() == 3 and len(param) == count}
+    if model.lora is None or not fused:
+        return
+    adapted = {id(param) for module in targets_in(model.built, model.lora).values() for param in module.parameters()}
+    left_out = [name for name, param in fused.items() if id(param) not in adapted]
+    if left_out:
+        covered = sum(param.numel() for param in parameters.values() if id(param) in adapted)
         share = covered / sum(param.numel() for param in parameters.values())
-        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in left_out))
         yield (
-            f"{model.lora_table}: adapters cover {share:.2%} of the weights: {len(fused)} fused tensors of experts "
-            f"({names}) get none"
+            f"{model.lora_table}: adapters cover {share:.2%} of the weights: {len(left_out)} fused tensors of experts "
+            f"({names}) get none; the target {EXPERTS!r} gives them adapters"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from corerl.cluster.arrangement import Placement, arrange
-from corerl.config.schema import ClusterInfo, Config
+from corerl.config.schema import EXPERTS, ClusterInfo, Config
 from corerl.config.toml_text import to_plain
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment
@@ -212,6 +212,11 @@ def require_form(config: Config, engine: Loaded) -> None:
     if separate_adapters(config) and not engine.spec.adapters:
         raise ConfigError(
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "
+            "it to 'merged'"
+        )
+    if separate_adapters(config) and config.lora is not None and config.lora.of_experts:
+        raise ConfigError(
+            f"weights.lora: 'adapter', but [lora] has the target {EXPERTS!r}, whose adapters no engine holds apart; set "
             "it to 'merged'"
         )
 

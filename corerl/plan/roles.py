@@ -198,7 +198,8 @@ def needed(
         ranks=cluster.ranks,
         value_head=plugins.is_critic(role),
         frozen=cluster.frozen,
-        lora=config.lora_table_of(role) if cluster.lora else "",
+        lora=cluster.lora,
+        lora_table=config.lora_table_of(role),
         pictures=config.model.pictures,
     )
     if cluster.train is not None and cluster.train.layout == "whole":

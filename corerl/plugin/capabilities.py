@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from corerl.config.schema import TrainConfig
+from corerl.config.schema import EXPERTS, LoraConfig, TrainConfig
 from corerl.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ class Capability(StrEnum):
 
     CRITIC = "critic"  # a value head, and losses on values
     LORA = "lora"  # low-rank adapters in place of all weights
+    EXPERT_LORA = "expert-lora"  # and of experts
     FROZEN = "frozen"  # roles that are never trained, without the memory of an optimizer
     CPU = "cpu"  # runs without an accelerator
     MULTI_RANK = "multi-rank"  # more than one worker process
@@ -65,7 +66,10 @@ class Support:
 FULL = Support(Grade.FULL)
 # Capabilities whose setting a backend that does not know of them would ignore without a word.
 ABSENT = dict.fromkeys(
-    (Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS, Capability.SHARED_PREFIXES),
+    (
+        *(Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS, Capability.SHARED_PREFIXES),
+        Capability.EXPERT_LORA,
+    ),
     Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it"),
 )
 
@@ -83,14 +87,16 @@ def asked_by_role(
     ranks: int,
     value_head: bool,
     frozen: bool = False,
-    lora: str = "",
+    lora: LoraConfig | None = None,
+    lora_table: str = "",
     pictures: str = "",
 ) -> dict[Capability, str]:
-    """The capabilities that a role's own settings need, whatever the run does: capability -> the setting. `lora`
-    is the table that asks for adapters, `pictures` the plugin that reads them."""
+    """The capabilities that a role's own settings need, whatever the run does: capability -> the setting. `lora_table`
+    is the one that asks for adapters, `pictures` the plugin that reads them."""
     settings = {
         Capability.FROZEN: frozen and f"roles.{role}",
-        Capability.LORA: lora,
+        Capability.LORA: lora and lora_table,
+        Capability.EXPERT_LORA: lora and lora.of_experts and f"the target {EXPERTS!r} of {lora_table}",
         Capability.PICTURES: pictures and f"model.pictures = '{pictures}'",
         Capability.CRITIC: value_head and "roles.critic",
         Capability.CPU: device == "cpu" and "cluster.device = 'cpu'",

@@ -167,7 +167,8 @@ class PluginHost:
             ranks=context.world_size,
             value_head=config.value_head,
             frozen=config.frozen,
-            lora="" if config.lora is None else f"[lora] of the {context.role}",
+            lora=config.lora,
+            lora_table=f"[lora] of the {context.role}",
             pictures=config.model.pictures,
         )
         for capability, asked_by in asked.items():

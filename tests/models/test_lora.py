@@ -17,24 +17,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from corerl.backend import StateKey
-from corerl.config.schema import LoraConfig
+from corerl.config.schema import LoraConfig, ModelConfig
+from corerl.driver.export import write_adapters
 from corerl.errors import ModelError
 from corerl.models import names
-from corerl.models.build import build_on_meta, materialize
-from corerl.models.files import meta_model
+from corerl.models.build import build_on_meta, materialize, stored_buffers
+from corerl.models.files import initial_source, meta_model
 from corerl.models.lora import (
     PEFT_CONFIG,
     PEFT_WEIGHTS,
-    LoraLinear,
     PeftFiles,
     peft_config,
     put_adapters,
     saved_settings,
     targets_in,
 )
-from corerl.models.names import shapes_of
+from corerl.models.names import hf_boxes, named_views, shapes_of
 from corerl.types import LossSpec, Output
-from corerl.weights.adapters import PREFIX, A, is_adapter
+from corerl.weights.adapters import PREFIX, A, adapted, adapters_of, is_adapter
 from corerl_testing import smallest_config
 from corerl_testing.harness import Setup, forward, packed_for_training, running, samples_at
 from corerl_testing.models import drawn_model, tiny_config
@@ -42,6 +42,7 @@ from corerl_testing.tolerances import LOGPROBS
 from tests.with_peft import needs_peft, run_with_peft
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
+LINEAR = ("all-linear",)
 
 
 def of(*targets: str) -> LoraConfig:
@@ -52,11 +53,11 @@ def of(*targets: str) -> LoraConfig:
     ("kind", "target", "told"),
     [
         ("qwen3", "q_porj", "Qwen3ForCausalLM has no module 'q_porj', did you mean 'q_proj'? linear layers that can"),
-        ("qwen3-moe", "experts", "'model.layers.0.mlp.experts' is of class Qwen3MoeExperts, wanted a linear layer; "),
+        ("qwen3-moe", "mlp", "'model.layers.0.mlp' is of class Qwen3MoeSparseMoeBlock, wanted a linear layer, or exp"),
         (
             "qwen3",
             "embed_tokens",
-            "'model.embed_tokens' is of class Embedding, wanted a linear layer; name layers such",
+            "'model.embed_tokens' is of class Embedding, wanted a linear layer, or experts whose",
         ),
         ("qwen3", "lm_head", "'lm_head' is the head, whose matrix is read in chunks; leave it out of the targets"),
     ],
@@ -90,25 +91,67 @@ def with_adapters(kind: str, lora: LoraConfig) -> PreTrainedModel:
             for name, param in model.named_parameters()
         },
     )
+    for name, buffer in stored_buffers(model).items():
+        buffer.copy_(stored_buffers(drawn)[name])
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen2"])  # the latter has biases
-def test_the_output_is_that_of_the_weights_with_scale_b_a_added(kind: str) -> None:
-    lora = evolve(LORA, rslora=True)
-    assert lora.scale == 7.0 / math.sqrt(3) and LORA.scale == 7.0 / 3
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("qwen3-tied", LINEAR),
+        ("qwen2", LINEAR),  # has biases
+        ("qwen3-moe", (*LINEAR, "experts")),
+        ("glm4-moe", ("mlp.experts",)),
+    ],
+)
+def test_output_and_gradients_are_those_of_the_sum(kind: str, targets: tuple[str, ...]) -> None:
+    """Of W + scale B A in place of W; then dL/dA = scale B^T dL/dW, and dL/dB = scale dL/dW A^T."""
+    scale = 7.0 / math.sqrt(3)
+    lora = evolve(LORA, rslora=True, targets=targets)
+    assert lora.scale == scale and LORA.scale == 7.0 / 3
     model, merged = with_adapters(kind, lora), drawn_model(tiny_config(kind))
     tokens = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         before = merged(tokens).logits
-        for name, module in model.named_modules():
-            if isinstance(module, LoraLinear):
-                a, b = (each.weight.double() for each in (module.lora_A, module.lora_B))
-                target = merged.get_parameter(f"{name}.weight")
-                target.copy_(target.double() + 7.0 / math.sqrt(3) * b @ a)
-        found, wanted = model(tokens).logits, merged(tokens).logits
+    adapters, weights = named_views(model), named_views(merged)
+    adapted = [name for name in weights if adapters_of(name)[0] in adapters]
+    pairs = {name: [adapters[each] for each in adapters_of(name)] for name in adapted}
+    for name, (a, b) in pairs.items():
+        weights[name].copy_(weights[name].double() + scale * b.double() @ a.double())
+    found, wanted = model(tokens).logits, merged(tokens).logits
     assert (wanted - before).abs().max() > 0.1
     assert (found - wanted).abs().max() < 1e-5
+    for each in (found, wanted):
+        (each * torch.arange(each.numel()).view_as(each).sin()).sum().backward()
+    mine, theirs = gradients(model), gradients(merged)
+    for name, (a, b) in pairs.items():
+        wanted_a, wanted_b = scale * b.T @ theirs[name], scale * theirs[name] @ a.T
+        for one, other in zip(adapters_of(name), (wanted_a, wanted_b), strict=True):
+            assert (mine[one] - other).norm() <= 1e-5 * other.norm()
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """By the names of HF tensors."""
+    boxes = hf_boxes(model)
+    trained = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {box.name: box.view(grad) for name, grad in trained.items() for box in boxes[name]}
+
+
+def test_adapters_of_experts_go_on_from_a_directory_of_peft(tmp_path: Path) -> None:
+    lora, hf = of("q_proj", "mlp.experts"), tiny_config("qwen3-moe")
+    views = named_views(with_adapters("qwen3-moe", lora))
+    held = {name: view.detach() for name, view in views.items() if is_adapter(name)}
+    modules = sorted({adapted(name).removesuffix(".weight") for name in held})
+    assert "model.layers.1.mlp.experts.7.up_proj" in modules
+    write_adapters(tmp_path / "saved", held, peft_config(lora, base="", targets=modules))
+
+    found = LoraConfig(path=str(tmp_path / "saved")).settled(saved_settings(tmp_path / "saved"))
+    shapes = shapes_of(meta_model(hf, lora=found))
+    assert {name for name in shapes if is_adapter(name)} == held.keys()
+    source = initial_source(ModelConfig(), hf, shapes, seed=0, lora=found)
+    for name, wanted in held.items():
+        assert torch.equal(source.read(name, (0, 0), shapes[name]), wanted)
 
 
 def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,11 @@ def test_experts_without_adapters_are_said_with_their_share(config: Config) -> N
     assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
         (
             f"lora: adapters cover {covered / sum(weights.values()):.2%} of the weights: 4 fused tensors of experts "
-            "(gate_up_proj, down_proj) get none"
+            "(gate_up_proj, down_proj) get none; the target 'experts' gives them adapters"
         )
     ]
+    of_experts = evolve(lora, targets=("q_proj", "experts"))
+    assert list(without_adapters(model_of(evolve(config, lora=of_experts), hf))) == []
     assert list(without_adapters(model_of(evolve(config, lora=lora), tiny_config("qwen3")))) == []
     assert list(without_adapters(model_of(config, hf))) == []
 

@@ -63,6 +63,7 @@ SPEC = BackendSpec(
         Capability.PICTURES: FULL,
         Capability.ADAM: FULL,
         Capability.TARGETS: FULL,
+        Capability.EXPERT_LORA: FULL,
         Capability.SHARED_PREFIXES: FULL,
         Capability.FLOAT16: not_implemented(NO_FLOAT16),
     },

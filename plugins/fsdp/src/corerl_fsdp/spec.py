@@ -39,6 +39,7 @@ SPEC = BackendSpec(
             Capability.PICTURES,
             Capability.ADAM,
             Capability.TARGETS,
+            Capability.EXPERT_LORA,
             Capability.SHARED_PREFIXES,
         ),
         FULL,

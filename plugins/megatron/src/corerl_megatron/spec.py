@@ -263,6 +263,7 @@ SPEC = BackendSpec(
     capabilities={
         Capability.ADAM: FULL,
         Capability.TARGETS: FULL,
+        Capability.EXPERT_LORA: not_implemented("its grouped products have no place for adapters"),
         Capability.SHARED_PREFIXES: not_implemented("its attention sees packed sequences, not the paths of a tree"),
         Capability.AUX_LOSS: FULL,
         Capability.WHOLE: unsupported("megatron-core's models are code of its own, which packs sequences"),

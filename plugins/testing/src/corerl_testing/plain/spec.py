@@ -46,6 +46,7 @@ SPEC = BackendSpec(
         Capability.PICTURES: FULL,
         Capability.ADAM: FULL,
         Capability.TARGETS: FULL,
+        Capability.EXPERT_LORA: FULL,
         Capability.SHARED_PREFIXES: FULL,
     },
     memory=memory,

@@ -34,6 +34,7 @@ from corerl_testing.suite.test_memory import held_as_predicted
 # No value is a default, nothing divides the rank, and the scale is no power of two.
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
 SOME = evolve(LORA, rslora=True, init="gaussian", targets=("q_proj", "v_proj", "down_proj"))
+EXPERTS = evolve(LORA, targets=("all-linear", "experts"))
 STEPS = 3
 MERGED = 1e-6  # relative L2: a sum in float32, of a product that may be summed in another order
 
@@ -47,6 +48,15 @@ def adapted(setup: Setup, lora: LoraConfig = LORA) -> Setup:
     ("kind", "lora"), [("qwen3-tied", LORA), ("qwen2", LORA), ("qwen3-moe", LORA), ("llama", SOME)]
 )
 def test_adapters_train_as_the_plain_backends_and_all_else_stays(subject: Subject, kind: str, lora: LoraConfig) -> None:
+    _train_as_plain(subject, kind, lora)
+
+
+@check("C72", level=1, needs=[Capability.LORA, Capability.EXPERT_LORA], builds_on=["C41", "C61"])
+def test_adapters_of_experts_train_as_the_plain_backends(subject: Subject) -> None:
+    _train_as_plain(subject, "qwen3-moe", EXPERTS)
+
+
+def _train_as_plain(subject: Subject, kind: str, lora: LoraConfig) -> None:
     found = subject.train(adapted(subject.setup(kind), lora), range(STEPS))
     plain = subject.runs.trained_as(1, adapted(subject.runs.setup(PLAIN, kind, WHOLE), lora), STEPS)
     for key in SAVED:
@@ -90,7 +100,16 @@ def test_ranks_with_frozen_weights_hold_what_the_spec_predicts(subject: Subject)
 @check("C73", level=1, needs=[Capability.LORA], builds_on=["C21", "C72"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_engines_are_sent_the_weights_with_the_adapters_merged(subject: Subject, kind: str) -> None:
-    ranks = subject.run(updates.push_weights, adapted(subject.setup(kind)), False)
+    _are_sent_merged(subject, kind, LORA)
+
+
+@check("C73", level=1, needs=[Capability.LORA, Capability.EXPERT_LORA], builds_on=["C21", "C72"])
+def test_engines_are_sent_experts_with_the_adapters_merged(subject: Subject) -> None:
+    _are_sent_merged(subject, "qwen3-moe", EXPERTS)
+
+
+def _are_sent_merged(subject: Subject, kind: str, lora: LoraConfig) -> None:
+    ranks = subject.run(updates.push_weights, adapted(subject.setup(kind), lora), False)
     for sent, states in (
         (ranks[0].tensors, [rank.state for rank in ranks]),
         (ranks[0].tensors_then, [rank.state_then for rank in ranks]),
