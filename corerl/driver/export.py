@@ -237,7 +237,7 @@ def _export_adapters(
     base: str,
 ) -> None:
     names = peft_names(meta_model(hf, lora=lora))
-    held = {names.get(name, name): tensor for name, tensor in tensors}  # those of experts are named alike
+    held = {names[name]: tensor for name, tensor in tensors}
     modules = {adapted(name).removesuffix(WEIGHT) for name in held}
     last = sorted({name.rpartition(".")[2] for name in modules})
     # Engines know targets by their last names. Where other modules have these too, in a vision tower for example, PEFT

@@ -117,7 +117,13 @@ def peft_names(model: PreTrainedModel) -> dict[str, str]:
     """The names that PEFT gives a model's adapters, after the modules that they belong to, by the names that CoreRL
     gives them, after the weights in the files."""
     boxes = hf_boxes(model)
-    return {boxes[name][0].name: PREFIX + name for name in adapter_parameters(model) if name.endswith(WEIGHT)}
+    return {
+        box.name: PREFIX + name
+        if name.endswith(WEIGHT)
+        else box.name  # PEFT takes each layer of an expert for a module
+        for name in adapter_parameters(model)
+        for box in boxes[name]
+    }
 
 
 def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:

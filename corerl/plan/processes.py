@@ -216,8 +216,8 @@ def require_form(config: Config, engine: Loaded) -> None:
         )
     if separate_adapters(config) and config.lora is not None and config.lora.of_experts:
         raise ConfigError(
-            f"weights.lora: 'adapter', but [lora] has the target {EXPERTS!r}, whose adapters no engine holds apart; set "
-            "it to 'merged'"
+            f"weights.lora: 'adapter', but [lora] has the target {EXPERTS!r}, whose adapters no engine holds apart; "
+            "set it to 'merged'"
         )
 
 

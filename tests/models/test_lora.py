@@ -33,6 +33,7 @@ from corerl.models.lora import (
     targets_in,
 )
 from corerl.models.names import hf_boxes, named_views, shapes_of
+from corerl.plan.models import require_adapters
 from corerl.types import LossSpec, Output
 from corerl.weights.adapters import PREFIX, A, adapted, adapters_of, is_adapter
 from corerl_testing import smallest_config
@@ -149,6 +150,7 @@ def test_adapters_of_experts_go_on_from_a_directory_of_peft(tmp_path: Path) -> N
     found = LoraConfig(path=str(tmp_path / "saved")).settled(saved_settings(tmp_path / "saved"))
     shapes = shapes_of(meta_model(hf, lora=found))
     assert {name for name in shapes if is_adapter(name)} == held.keys()
+    require_adapters(tmp_path / "saved", meta_model(hf, lora=found))
     source = initial_source(ModelConfig(), hf, shapes, seed=0, lora=found)
     for name, wanted in held.items():
         assert torch.equal(source.read(name, (0, 0), shapes[name]), wanted)

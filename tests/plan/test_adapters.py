@@ -19,6 +19,7 @@ from corerl.models.names import shapes_of
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.weights.adapters import is_adapter
+from corerl_testing.models import tiny_fields
 from tests.driver.saved import DATA, config_in, make_config
 from tests.pictures import write_pictures
 
@@ -95,3 +96,14 @@ def test_adapters_of_another_model_are_refused_with_their_setting(tmp_path: Path
     wider = {**DATA["model"], "config": {**DATA["model"]["config"], "intermediate_size": 96}}
     (line,) = refused(tmp_path, lora={"path": str(peft)}, model=wider)
     assert line.startswith(f"lora.path: {peft}/adapter_model.safetensors has [64, 3] for ")
+
+
+def test_adapters_of_experts_are_sent_merged_only(tmp_path: Path) -> None:
+    model, rollout = (
+        {**DATA["model"], "config": tiny_fields("qwen3-moe")},
+        {**DATA["rollout"], "engine": "transformers"},
+    )
+    lora, apart = {"targets": ["experts"]}, {"weights": {"lora": "adapter"}}
+    assert lora_of(planned(tmp_path, model=model, rollout=rollout, lora=lora)) is not None
+    (line,) = refused(tmp_path, model=model, rollout=rollout, lora=lora, **apart)
+    assert line.startswith("weights.lora: 'adapter', but [lora] has the target 'experts', whose adapters no engine")
