@@ -2,6 +2,7 @@
 
 python -m benchmarks.grpo_step 0.6b --output found/grpo.json                                        # one GPU
 python -m benchmarks.grpo_step 8b --ranks 4 --replicas 4 --limit rollout=3.1 train=4.9 update_weights=0.2
+python -m benchmarks.grpo_step 30b-a3b        # two GPUs
 python -m benchmarks.grpo_step sources        # two GPUs, one for the rank and one for the engine
 python -m benchmarks.grpo_step steady         # one GPU: memory over 50 steps, every update verified
 python -m benchmarks.grpo_step sources --tiny                                                       # on a CPU
@@ -14,6 +15,7 @@ the run reports of each step (`time/...`), without the first steps. The cases ar
            rollout, the other side of engine_throughput with as many samples and tokens; train, model FLOPs over the
            bare loop's FLOP/s (train_step); update_weights, the engine's own load (weight_update); sleep and wake_up,
            bytes over the bandwidth of pinned copies (train_step sleep)
+30b-a3b    the same with adapters of all experts and linear layers in place of all weights, which stay in bfloat16
 sources    steps that train while samples arrive (`streamed`), or sample one step ahead, beside synchronous ones, each a
            run, `--turns` times. Samples are ragged: one token in 400 ends one. The bound is `max(R, T)` and the rest of
            a synchronous step with a rollout of R and training of T seconds: no order of its work goes below it
@@ -37,7 +39,7 @@ from attrs import evolve, field, frozen
 
 from benchmarks.report import Comparison, Number, Report, add_fields, arguments, changed, finish
 from benchmarks.runs import LARGE, SMALL_SHAPE, TIMES, Ended, Watched, say_steps, sglang, shape_settings, value
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import EXPERTS, SHAPES, tiny_shape
 
 MIB = 2**20
 UNTOLD = "cannot report what it has loaded"
@@ -90,6 +92,13 @@ SOURCES = {
 CASES = {
     "0.6b": Case(shape="0.6b"),
     "8b": Case(shape="8b"),
+    "30b-a3b": Case(
+        shape="30b-a3b",
+        ranks=2,
+        replicas=2,
+        memory=0.6,
+        settings=('lora.targets=["all-linear", "experts"]', "lora.rank=8", "train.recompute=full"),
+    ),
     "sources": Case(
         shape="0.6b",
         prompts=96,
@@ -142,6 +151,9 @@ def settings(case: Case, side: Side, args: argparse.Namespace) -> list[str]:
         common += [f"model.config.eos_token_id={value(ends)}", f"reward.options.vocab={vocab}"]
     if args.tiny:
         apart = "cluster.placement=disaggregated" in case.settings
+        fields = tiny_shape(SHAPES[case.shape]) if case.shape else {}
+        experts = {name: fields[name] for name in ("model_type", *EXPERTS) if "num_experts" in fields}
+        common += [f"model.config.{name}={value(each)}" for name, each in experts.items()]
         return [*common, "cluster.device=cpu", *([] if apart else ["cluster.offload=always"]), *args.set]
     # Larger batches than its CUDA graphs are decoded at half the speed. Of many, SGLang would capture graphs of 60
     # sizes, for a minute.

@@ -19,7 +19,7 @@ from typing import Any, Self
 from attrs import frozen
 
 from benchmarks.report import ROOT
-from benchmarks.shapes import SHAPES, SIZES
+from benchmarks.shapes import EXPERTS, SHAPES, SIZES
 
 # What every process of a run is given: no more threads than it has work for, no network, one interface.
 ENVIRONMENT = {
@@ -40,7 +40,7 @@ SMALL_SHAPE = (
     *("model.config.hidden_size=256", "model.config.intermediate_size=512", "model.config.head_dim=64"),
     "model.config.max_position_embeddings=2048",
 )
-FIELDS = (*SIZES, "tie_word_embeddings")
+FIELDS = ("model_type", *SIZES, "tie_word_embeddings", *EXPERTS)
 TIMES = re.compile("time/|idle/")
 # What makes SGLang's server start sooner, and what works without its own kernels for attention.
 SERVER = {

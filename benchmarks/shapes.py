@@ -65,6 +65,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "0.6b": QWEN3_600M,
     "4b": QWEN3_4B,
     "8b": QWEN3_8B,
+    "30b-a3b": QWEN3_30B_A3B,
 }  # of benchmarks of updates and runs
 
 TINY = {

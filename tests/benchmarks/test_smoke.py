@@ -24,6 +24,7 @@ SMALL = [
     "engine_throughput 0.6b --tiny",
     "episodes --size 64 --concurrency 32 --rounds 1 --tokens 80",
     "grpo_step 0.6b --tiny",
+    "grpo_step 30b-a3b --tiny",
     "grpo_step sources --tiny --steps 2",
     "grpo_step steady --tiny --steps 6",
     "memory fsdp --tiny",
