@@ -11,10 +11,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from attrs import define, evolve, field, frozen
 
@@ -31,7 +31,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, EngineFailed, InsufficientResources, WeightUpdateError, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.messages import note
-from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
+from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, save_stage, train_stage
 from corerl.plugin.observers import Observers
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import abandon
@@ -41,6 +41,8 @@ from corerl.types import UpdateResult
 from corerl.weights.checksums import difference
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+
+T = TypeVar("T")
 
 DEATH_SECONDS = 1.0  # between two looks at whether all engines have died
 TURNS: Mapping[str, str] = {"train": train_stage(ACTOR), "forward": FORWARD, "save": save_stage(ACTOR)}
@@ -114,12 +116,7 @@ class Engines:
             started = start_processes(processes, plan.cluster, plan.rollout, loop, progress, stack)
             group, fleet = started.train_groups[ACTOR], started.fleet
             assert fleet is not None
-            residency = Residency(
-                plan=residency_plan(processes.sharing, passed={ACTOR}),
-                groups={name: started.train_groups[name] for name in processes.sharing},
-                fleet=fleet,
-                progress=progress,
-            )
+            residency = Residency.of(processes, started.train_groups, fleet, progress, passed={ACTOR})
             yield cls(
                 config=plan.weights,
                 group=group,
@@ -172,15 +169,7 @@ class Engines:
     def generate(self, request: GenerateRequest) -> Generation:
         """Complete the rows, under the weights that were pushed last. Weights that engines have lost, as they slept or
         died, are pushed again, which are then those of now. Raises what `push` does, and an engine's own error."""
-        work = self.fleet.loop.begin(self.fleet.generate(request))
-        try:
-            while not self.fleet.wait(work):
-                with self.fleet.replacing():
-                    self._push()
-            return work.result()
-        except BaseException:
-            work.cancel()
-            raise
+        return self.serve(self.fleet.generate(request), self._push)
 
     def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]:
         """Like `generate`, from any thread and without waiting; `asyncio.wrap_future` lets a task await it, and
@@ -215,6 +204,18 @@ class Engines:
                 self.residency.enter(TURNS[stage])
 
     # ---- one update -------------------------------------------------------------------------------------------------
+
+    def serve(self, work: Coroutine[Any, Any, T], update: Callable[[], None]) -> T:
+        """Wait for work that needs engines; whenever none is left, `update` starts others and gives them weights."""
+        future = self.fleet.loop.begin(work)
+        try:
+            while not self.fleet.wait(future):
+                with self.fleet.replacing():
+                    update()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def update(self, source: Source | _Rows, *, new: bool = True, snapshot: str = "") -> None:
         """Update all engines, which sample for `source`, to the actor's weights, or its `snapshot`, which are

@@ -138,15 +138,7 @@ class Run:
         """Wait for work that may need engines; if none is left, new ones are started."""
         if self.engines is None:
             return self.sampling.loop.run(work)
-        fleet, future = self.engines.fleet, self.sampling.loop.begin(work)
-        try:
-            while not fleet.wait(future):
-                with fleet.replacing():
-                    self.update_engines()
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self.engines.serve(work, self.update_engines)
 
     # ---- do trainer and engines agree? ------------------------------------------------------------------------------
 
