@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import Attribute, field, frozen
-from attrs.validators import and_, ge, gt, le, min_len, optional
+from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
 
 
 @frozen(kw_only=True)
@@ -69,6 +69,7 @@ def between(low: float, high: float) -> Callable[..., None]:
 
 filled: Callable[..., None] = min_len(1)
 share = and_(gt(0), le(1))
+decays: Callable[..., None] = deep_iterable(and_(ge(0), lt(1)))
 
 
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -87,11 +88,6 @@ def zero_or_several(_: Any, attribute: Attribute[Any], value: Any) -> None:
     # One token is greedy sampling: all samples of a prompt would be the same, and their log-probs may be unscaled.
     if value < 0 or value == 1:
         raise ValueError(f"must be 0 or at least 2, got {value!r}")
-
-
-def decays(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if not all(0 <= beta < 1 for beta in value):
-        raise ValueError(f"each must be at least 0 and below 1, got {list(value)}")
 
 
 def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
