@@ -10,6 +10,8 @@ from typing import Any
 from attrs import Attribute, field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
 
+MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
+
 
 @frozen(kw_only=True)
 class Need:
