@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from corerl.config.functions import imported as imported
     from corerl.config.functions import require_callable as require_callable
     from corerl.config.load import CONFIG_FILE as CONFIG_FILE
+    from corerl.config.load import as_config as as_config
     from corerl.config.load import config_of as config_of
     from corerl.config.load import dump_toml as dump_toml
     from corerl.config.load import load_config as load_config
