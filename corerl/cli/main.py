@@ -114,19 +114,15 @@ def _add_parsers(subparsers: Any, words: Sequence[str]) -> None:
     name = next((word for word in words if not word.startswith("-")), None)
     leading = words if name is None else words[: words.index(name)]
     if {"-h", "--help"} & set(leading):
-        for each, summary in _summaries().items():
-            subparsers.add_parser(each, help=printable(summary).replace("%", "%%"))
+        shown = {command: spec.summary for command, spec in COMMANDS.items()}
+        for each in installed(Kind.COMMANDS):
+            command = f"{each.distribution}:{each.name}" if each.status is Status.CONFLICT else each.name
+            usable = each.status in (Status.OK, Status.CONFLICT)
+            shown[command] = each.summary if usable else f"{each.status}: {each.reason}"
+        for command, summary in shown.items():
+            subparsers.add_parser(command, help=printable(summary).replace("%", "%%"))
     elif name is not None:
         _add_chosen(subparsers, name)
-
-
-def _summaries() -> dict[str, str]:
-    shown = {name: spec.summary for name, spec in COMMANDS.items()}
-    for each in installed(Kind.COMMANDS):
-        name = f"{each.distribution}:{each.name}" if each.status is Status.CONFLICT else each.name
-        usable = each.status in (Status.OK, Status.CONFLICT)
-        shown[name] = each.summary if usable else f"{each.status}: {each.reason}"
-    return shown
 
 
 def _add_chosen(subparsers: Any, name: str) -> None:

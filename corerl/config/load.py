@@ -61,10 +61,8 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
         fault = f"no such file; pass the path of a TOML file{did_you_mean_path(path)}"
-    except OSError as error:
-        fault = f"cannot be read ({error.strerror}); pass the path of a TOML file"
-    except UnicodeDecodeError as error:
-        fault = f"is not UTF-8 text ({error.reason} at byte {error.start}); pass the path of a TOML file"
+    except (OSError, UnicodeDecodeError) as error:
+        fault = f"cannot be read ({getattr(error, 'strerror', error)}); pass the path of a TOML file"
     except (ValueError, RecursionError) as error:  # TOMLDecodeError; too many digits; nested too deeply
         advice = next((f"; {advice}" for start, advice in ADVICE.items() if str(error).startswith(start)), "")
         fault = f"is not valid TOML: {error}{advice}"

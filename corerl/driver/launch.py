@@ -81,7 +81,7 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
                 progress.notice(text)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(progress.beating())
-                stop = stack.enter_context(StopRequest(progress.notice))
+                stop = stack.enter_context(StopRequest(progress.notice_later))
                 try:
                     run = _assemble(plan, progress, stop, stack)
                 except CheckpointDamaged as error:

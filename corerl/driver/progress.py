@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     began: float = field(factory=time.monotonic)  # when the run was launched, before anything was prepared
     _current: Current | None = None
+    _later: queue.SimpleQueue[str | None] = field(factory=queue.SimpleQueue)  # its `put` is safe in a signal handler
     _loop: int = field(factory=threading.get_ident)  # the thread of the training loop
 
     @property
@@ -57,6 +59,11 @@ class Progress:
     def notice(self, text: str) -> None:
         """Report a sentence that the user should read."""
         self.emit(Notice(text=text, step=self.steps_done))
+
+    def notice_later(self, text: str) -> None:
+        """Report it in the thread of `beating`: for a signal handler, which may have interrupted code that holds a lock
+        of an observer's."""
+        self._later.put(text)
 
     def begin(self, name: str) -> None:
         """Announce the start of something that takes a while."""
@@ -81,19 +88,26 @@ class Progress:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Report in a thread, for as long as the block runs, how far each phase is."""
-        ended = threading.Event()
+        """Report in a thread, for as long as the block runs, how far each phase is, and what is to be noticed later."""
 
         def beat() -> None:
-            while not ended.wait(BEAT_SECONDS):
-                self.beat()
+            while True:
+                try:
+                    text = self._later.get(timeout=BEAT_SECONDS)
+                except queue.Empty:
+                    self.beat()
+                    continue
+                if text is None:
+                    return
+                self.notice(text)
 
         thread = threading.Thread(target=beat, name="corerl-progress", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            ended.set()
+            self._later.put(None)
+            thread.join()
 
     def beat(self) -> None:
         """Report how far the current phase is."""

@@ -249,9 +249,7 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        if self.reference.renews(self.progress.steps_done + 1):
-            self.residency.enter(ACTOR_WEIGHTS)
-            self.reference.renew()
+        self.reference.renew(self.progress.steps_done + 1, self.residency.enter)
 
     def _start_training(
         self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch

@@ -228,7 +228,7 @@ def test_an_unreadable_file_is_named_with_the_line(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"a = '\xff'")
     (unreadable,) = problems_of(binary, "nonsense")[:1]
-    assert unreadable.startswith(f"{binary}: is not UTF-8 text (invalid start byte at byte 5)")
+    assert unreadable.startswith(f"{binary}: cannot be read ('utf-8' codec can't decode byte ")
 
 
 # ---- files that are made to hurt -------------------------------------------------------------------------------------
