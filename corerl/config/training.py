@@ -22,7 +22,9 @@ class ModelConfig:
 
     path: str = option("a Hugging Face model directory: config.json, safetensors, tokenizer", default="")
     config: Mapping[str, Any] = option(
-        "alternative to path: fields of a Hugging Face config, model_type included; weights start random", factory=dict
+        "alternative to path: fields of a Hugging Face config, model_type included; weights start random",
+        factory=dict,
+        needs="!.path",
     )
     tokenizer: str = option(
         "a tokenizer directory, or 'characters:ABC' for one token per character; empty uses the one in path", default=""

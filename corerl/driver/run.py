@@ -322,14 +322,10 @@ class Run:
         self._pushed_at = self.actor.next_optimizer_step
 
     def update_engines(self) -> None:
-        """Push weights outside of a step: to engines that are new, or have lost theirs, whatever the schedule says."""
+        """Push weights outside of a step, whatever the schedule says: to engines that are new or have lost theirs, and
+        to others in the place of those that have died."""
         self.push_weights()
         self.sleep_ranks()
-
-    def replace_dead_engines(self) -> None:
-        """Start others in the place of engines that have died, if any have, with the weights of now."""
-        if self.engines is not None and self.engines.fleet.dead:
-            self.update_engines()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         # Engines that slept, or are new, hold no weights.

@@ -128,8 +128,6 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _model(config: Config) -> Iterator[str]:
     own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
     for table, model in {"model": config.model, **own}.items():
-        if model.path and model.config:
-            yield f"{table}.config: set, and {table}.path={model.path!r} too; keep that for its weights, or this"
         if model.tokenizer and table in own:
             yield f"{table}.tokenizer: the role reads the actor's tokens; remove it"
         if model.pictures not in ("", config.model.pictures):

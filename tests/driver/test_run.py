@@ -326,10 +326,10 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     fleet.log.clear()
-    run.replace_dead_engines()
+    run.update_engines()
     assert fleet.log == []
     fleet.dead = True
-    run.replace_dead_engines()
+    run.update_engines()
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
