@@ -14,16 +14,15 @@ from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
 from corerl.driver.engines import Engines
 from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
+from corerl.driver.metrics import StepNotices, StepReports, unseen_tokens
 from corerl.driver.processes import start_processes
-from corerl.driver.progress import Progress
+from corerl.driver.progress import Progress, StopRequest
 from corerl.driver.recovery import Recovery
 from corerl.driver.residency import Residency
 from corerl.driver.roles import ReferencePolicy, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Evaluations, Sampling, start_rewards
-from corerl.driver.step_reports import StepNotices, StepReports, unseen_tokens
-from corerl.driver.stop import StopRequest
 from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.messages import one_line

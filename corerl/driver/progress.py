@@ -1,12 +1,14 @@
-"""Track where a run stands, and report it to observers."""
+"""Track where a run stands, report it to observers, and let SIGINT or SIGTERM stop it after its step."""
 
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType, TracebackType
 
 from attrs import define, field
 
@@ -14,6 +16,7 @@ from corerl.observability.timing import Phases, Spans
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BEAT_SECONDS = 1.0  # between two reports of how far a phase is
 GENERATED, SCORED = "generated", "scored"
 # What is counted in a phase: of evaluations, the answers to held-out prompts.
@@ -123,4 +126,35 @@ class Progress:
                 done=current.done,
                 of=current.of,
             )
+        )
+
+
+class StopRequest:
+    """A context in which the first SIGINT or SIGTERM sets `requested` and sends the user a sentence via `notify`, which
+    is called in the signal handler; a second one raises KeyboardInterrupt. Outside the main thread, which alone may
+    handle signals, they are left to the main thread's owner."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self.requested = False
+        self._notify = notify
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            self._before[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        name = signal.Signals(number).name
+        self._notify(
+            f"{name}: stopping after this step, or the next that can be resumed; repeat to stop at once, without saving"
         )

@@ -17,14 +17,13 @@ from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.engines import Engines
 from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
-from corerl.driver.metrics import staleness_metrics
+from corerl.driver.metrics import StepReports, staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
 from corerl.driver.residency import Residency
 from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Evaluations, Sampling
-from corerl.driver.step_reports import StepReports
 from corerl.driver.streamed_step import StreamedStep
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import WorkerDied

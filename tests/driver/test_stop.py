@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from corerl.driver.progress import Progress
-from corerl.driver.stop import StopRequest
+from corerl.driver.progress import Progress, StopRequest
 from corerl.plugin.events import Event
 from corerl.plugin.observers import Observers
 from tests.driver.fakes import Ears, told
