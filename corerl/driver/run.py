@@ -315,7 +315,8 @@ class Run:
         if self.engines is None or not self._push_due(self.engines.fleet):
             return
         new = self._pushed_at != self.actor.next_optimizer_step
-        self.engines.update(self.sampling.source, new=new)
+        source = self.sampling.source
+        self.engines.update(source.updating if source.overlaps else None, new=new)
         if self.logprob_check is not None:
             self.logprob_check.pushed(self.engines.policies.version, new=new)
         self._pushed_at = self.actor.next_optimizer_step
