@@ -1,29 +1,4 @@
-"""Every error that CoreRL raises, as one tree: what went wrong, and who can fix it.
-
-    CorerlError                     a failure of the run                    exit status 1
-      HookFailed                      a hook of a backend, on one rank, or of an extension raised
-      WorkerDied                      a worker or engine process is gone
-      InsufficientResources           no resources to replace a lost machine
-      ContractError                   a plugin violated the hook contract
-      WrongState                      a verb was called in a state that does not allow it
-        NotResident                     memory that the verb needs is asleep
-      WeightUpdateError               an update was refused or did not commit
-      LogprobMismatch                 trainer and engines do not compute the same
-      SaveFailed                      a checkpoint could not be written
-      ResizeFailed                    a group could not be given another size, and is as before
-      EngineFailed                    a rollout engine raised or does not answer
-      VersionGone                     no engine holds the weights that rows are to be sampled from
-      UserError                     something the user can fix              exit status 2
-        ConfigError                     config file, override or combination of settings
-        DataError                       prompts, rows, files of a data set
-        ModelError                      model directory, tokenizer, weights
-        CheckpointError                 a checkpoint that cannot be resumed
-          CheckpointDamaged               its files are not what was saved
-        RewardError                     the user's reward function
-        NothingLeft                     all steps of the run are done       exit status 0
-        Unsupported                     a capability the backend lacks
-        PluginError                     finding and loading plugins
-          PluginNotFound, PluginConflict, PluginBroken, PluginIncompatible
+"""Every error that CoreRL raises, as one tree, which docs/errors.md shows: what went wrong, and who can fix it.
 
 Each takes one message, so that it survives pickling by Ray; further information is in attributes. A plugin may derive
 its own: outside its process they arrive as their nearest base listed here.

@@ -45,7 +45,7 @@ def sampling(run: Run) -> None:
     for scored in run.batches():  # written to disk
         run.progress.steps_done += 1
         run.step_done(scored, None, {})
-        run.replace_dead_engines()
+        run.update_engines()
         if run.stopping:
             break
         run.progress.begin("rollout")

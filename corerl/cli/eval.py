@@ -53,28 +53,21 @@ def run(args: argparse.Namespace) -> int:
     # that retention has removed.
     directory = os.path.isdir(what) or (what.suffix != ".toml" and not os.path.exists(what))
     config = None if directory else load_config(what, given)  # before torch is imported
+    newest = config is None or config.checkpoint.resume == "auto"  # a run's, if no other checkpoint is named
     with uncollected():
         from corerl.driver.run import Summary
         from corerl.loop import train
 
     def score(checkpoint: Path) -> Summary:
         """Score a checkpoint's weights, or those that the config starts from."""
-        if config is None:
-            own = config_for(checkpoint.absolute(), given)
-        elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
-            resume = "never" if checkpoint == Path(config.run.dir) else str(checkpoint)
-            own = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
-        else:
-            own = config
+        own = config or config_for(checkpoint.absolute(), given)
+        if config is not None and newest:  # not that of the directory for the scores
+            resume = "never" if checkpoint == Path(own.run.dir) else str(checkpoint)
+            own = evolve(own, checkpoint=evolve(own.checkpoint, resume=resume))
         scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
         return train(evolve(own, run=evolve(own.run, dir=str(scores))))
 
-    if config is None:
-        summary = with_checkpoint(what, score)
-    elif config.checkpoint.resume == "auto":
-        summary = with_checkpoint(Path(config.run.dir), score)
-    else:
-        summary = score(what)
+    summary = with_checkpoint(Path(config.run.dir) if config else what, score) if newest else score(what)
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0

@@ -1,4 +1,5 @@
-"""The command `corerl`: run a subcommand, and turn errors into lines on stderr and an exit status."""
+"""The command `corerl`: run a command of core or of a plugin, and turn errors into lines on stderr and an exit status.
+`--help` lists the specs of all; only the chosen one's code is imported."""
 
 from __future__ import annotations
 
@@ -11,15 +12,36 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import corerl
-from corerl.cli.commands import add_parsers
-from corerl.errors import CorerlError, UserError
+from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import LONGEST, LONGEST_LINE, one_line, place, printable, shorten, shorten_inside
+from corerl.plugin.registry import CORE_COMMANDS, Kind, Loaded, Status, installed, load, load_implementation
+from corerl.plugin.spec import API, CommandSpec
 
 CORE = os.path.dirname(corerl.__file__) + os.sep
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+COMMANDS = {  # of core
+    name: CommandSpec(implementation=implementation, api=API, summary=summary)
+    for name, implementation, summary in (
+        ("train", "corerl.cli.config:add_train_arguments", "train as a configuration specifies"),
+        ("eval", "corerl.cli.eval:add_arguments", "score weights on the held-out prompts"),
+        (
+            "export",
+            "corerl.cli.export:add_arguments",
+            "write a checkpoint's weights as a Hugging Face model directory",
+        ),
+        (
+            "config",
+            "corerl.cli.config:add_arguments",
+            "check a configuration, or show it with everything filled in",
+        ),
+        ("plugins", "corerl.cli.plugins:add_arguments", "list the installed plugins of every kind and their state"),
+        ("options", "corerl.cli.plugins:add_options", "print a plugin's settings as TOML, each with its default"),
+    )
+}
+assert tuple(COMMANDS) == CORE_COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("CORERL_DEBUG") == "1" or "--debug" in words
     try:
         _add_working_directory()
-        add_parsers(subparsers, words)
+        _add_parsers(subparsers, words)
         args = _parse(parser, words)
         status: int = args.run(args)
         sys.stdout.flush()
@@ -84,6 +106,42 @@ def _is_core(frame: FrameType) -> bool:
 
 def _is_no_library(frame: FrameType) -> bool:
     return _is_core(frame) or not frame.f_code.co_filename.startswith((*LIBRARIES, "<"))
+
+
+def _add_parsers(subparsers: Any, words: Sequence[str]) -> None:
+    """Add the parser of the command that `words` choose, or an entry for each if they ask for `corerl --help`. Raises
+    PluginError if the command is unknown or cannot be used."""
+    name = next((word for word in words if not word.startswith("-")), None)
+    leading = words if name is None else words[: words.index(name)]
+    if {"-h", "--help"} & set(leading):
+        shown = {command: spec.summary for command, spec in COMMANDS.items()}
+        for each in installed(Kind.COMMANDS):
+            command = f"{each.distribution}:{each.name}" if each.status is Status.CONFLICT else each.name
+            usable = each.status in (Status.OK, Status.CONFLICT)
+            shown[command] = each.summary if usable else f"{each.status}: {each.reason}"
+        for command, summary in shown.items():
+            subparsers.add_parser(command, help=printable(summary).replace("%", "%%"))
+    elif name is not None:
+        _add_chosen(subparsers, name)
+
+
+def _add_chosen(subparsers: Any, name: str) -> None:
+    if (spec := COMMANDS.get(name)) is not None:
+        loaded = Loaded(name=name, distribution="corerl", version="", value=spec.implementation, spec=spec)
+    else:
+        loaded = load(Kind.COMMANDS, name)
+    add_arguments = load_implementation(Kind.COMMANDS, loaded)
+    code = f"command {loaded}: {loaded.spec.implementation}"
+
+    def run(args: argparse.Namespace) -> int:
+        raise PluginBroken(f"{code} has not set `run`; it must call parser.set_defaults(run=FUNCTION)")
+
+    parser = subparsers.add_parser(name)
+    parser.set_defaults(run=run)
+    try:
+        add_arguments(parser)
+    except (Exception, SystemExit) as error:
+        raise PluginBroken(f"{code} cannot add its arguments: {one_line(error)}") from error
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
-HALF_SURROGATE = re.compile("[\ud800-\udfff]")
 # Settings whose values no message shows, and how they are set.
 SECRETS: Mapping[Keys, str] = {
     ("cluster", "environment"): 'set cluster.environment.NAME="VALUE"',
@@ -62,10 +61,8 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
         fault = f"no such file; pass the path of a TOML file{did_you_mean_path(path)}"
-    except OSError as error:
-        fault = f"cannot be read ({error.strerror}); pass the path of a TOML file"
-    except UnicodeDecodeError as error:
-        fault = f"is not UTF-8 text ({error.reason} at byte {error.start}); pass the path of a TOML file"
+    except (OSError, UnicodeDecodeError) as error:
+        fault = f"cannot be read ({getattr(error, 'strerror', error)}); pass the path of a TOML file"
     except (ValueError, RecursionError) as error:  # TOMLDecodeError; too many digits; nested too deeply
         advice = next((f"; {advice}" for start, advice in ADVICE.items() if str(error).startswith(start)), "")
         fault = f"is not valid TOML: {error}{advice}"
@@ -142,8 +139,6 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
     said, keys = short_repr(key_of(text)), _keys(key)
     if not equals or not keys:
         raise ConfigError(f"override {said}: expected KEY=VALUE with a dotted key, such as run.steps=10")
-    if HALF_SURROGATE.search(text):  # what the command line makes of bytes that are no UTF-8
-        raise ConfigError(f"override {said}: is not UTF-8 text, which config.toml must be")
     table: Any = data
     for depth, name in enumerate(keys[:-1], start=1):
         table = table.setdefault(name, {})

@@ -8,48 +8,42 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import Attribute, field, frozen
-from attrs.validators import and_, ge, gt, le, min_len, optional
+from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
+
+MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
 
 @frozen(kw_only=True)
 class Need:
-    """What a setting needs of another one, written "PATH" (it is set), "PATH=A|B" (it has one of these values), or with
-    a leading "!" (it is not, or has not). A path that begins with a dot is of the same table."""
+    """What a setting needs of another one."""
 
-    text: str
-    value: str | None = None  # the only value of the setting that needs it; None: all but the default
-
-    @property
-    def path(self) -> str:
-        return self.text.lstrip("!").partition("=")[0]
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        return tuple(filter(None, self.text.partition("=")[2].split("|")))
-
-    @property
-    def unwanted(self) -> bool:
-        return self.text.startswith("!")
+    path: str  # of the other; beginning with a dot if it is in the same table
+    values: tuple[str, ...]  # one of which it has to have; empty: it has to be set
+    unwanted: bool  # that it must not have, or be
+    value: str | None  # the only value of the setting that needs it; None: all but the default
 
     def __str__(self) -> str:
         of = f"{self.value!r} " if self.value else ""
-        return f"{of}{'not with' if self.unwanted else 'needs'} {self.text.lstrip('!.').replace('|', ' or ')}"
+        wanted = f"{self.path.lstrip('.')}{'=' if self.values else ''}{' or '.join(self.values)}"
+        return f"{of}{'not with' if self.unwanted else 'needs'} {wanted}"
 
 
 Needs = str | Sequence[str]
 
 
 def option(help: str, *, needs: Needs | Mapping[str, Needs] = (), **kwargs: Any) -> Any:  # noqa: A002  -- read by users
-    """An attrs field with help text. `needs` are conditions on other settings (see `Need`), or those of single values;
+    """An attrs field with help text. `needs` are conditions on other settings, or those of single values, written
+    "PATH" (it is set), "PATH=A|B" (it has one of these values), or with a leading "!" (it is not, or has not);
     `corerl.plan.check` reports what is not met."""
     by_value: Mapping[Any, Needs] = needs if isinstance(needs, Mapping) else {None: needs}
-    found = tuple(
-        Need(text=text, value=value)
-        for value, texts in by_value.items()
-        for text in ([texts] if isinstance(texts, str) else texts)
-    )
+    found = []
+    for value, texts in by_value.items():
+        for text in [texts] if isinstance(texts, str) else texts:
+            path, _, values = text.lstrip("!").partition("=")
+            wanted = tuple(values.split("|")) if values else ()
+            found.append(Need(path=path, values=wanted, unwanted=text.startswith("!"), value=value))
     shown = f" ({', '.join(map(str, found))})" if found else ""
-    return field(metadata={"help": help + shown, "needs": found}, **kwargs)
+    return field(metadata={"help": help + shown, "needs": tuple(found)}, **kwargs)
 
 
 def at_least(bound: float) -> Callable[..., None]:
@@ -69,6 +63,7 @@ def between(low: float, high: float) -> Callable[..., None]:
 
 filled: Callable[..., None] = min_len(1)
 share = and_(gt(0), le(1))
+decays: Callable[..., None] = deep_iterable(and_(ge(0), lt(1)))
 
 
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -87,11 +82,6 @@ def zero_or_several(_: Any, attribute: Attribute[Any], value: Any) -> None:
     # One token is greedy sampling: all samples of a prompt would be the same, and their log-probs may be unscaled.
     if value < 0 or value == 1:
         raise ValueError(f"must be 0 or at least 2, got {value!r}")
-
-
-def decays(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if not all(0 <= beta < 1 for beta in value):
-        raise ValueError(f"each must be at least 0 and below 1, got {list(value)}")
 
 
 def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:

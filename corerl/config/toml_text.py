@@ -63,9 +63,7 @@ def spell_value(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
-        case str():
-            return f"string {short_repr(value)}"
-        case int() | float():
+        case str() | int() | float():
             return f"{spell(type(value))} {short_repr(value)}"
         case Mapping():
             return "a table"

@@ -11,10 +11,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from attrs import define, evolve, field, frozen
 
@@ -31,16 +31,19 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, EngineFailed, InsufficientResources, WeightUpdateError, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.messages import note
-from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
+from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, save_stage, train_stage
 from corerl.plugin.observers import Observers
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import abandon
-from corerl.rollout.source import Policies, Source
+from corerl.rollout.source import Policies
 from corerl.trainer.group import TrainGroup
 from corerl.types import UpdateResult
 from corerl.weights.checksums import difference
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+
+T = TypeVar("T")
+Hold = Callable[[Policies], contextlib.AbstractContextManager[None]]  # until engines hold the last of the policies
 
 DEATH_SECONDS = 1.0  # between two looks at whether all engines have died
 TURNS: Mapping[str, str] = {"train": train_stage(ACTOR), "forward": FORWARD, "save": save_stage(ACTOR)}
@@ -114,12 +117,7 @@ class Engines:
             started = start_processes(processes, plan.cluster, plan.rollout, loop, progress, stack)
             group, fleet = started.train_groups[ACTOR], started.fleet
             assert fleet is not None
-            residency = Residency(
-                plan=residency_plan(processes.sharing, passed={ACTOR}),
-                groups={name: started.train_groups[name] for name in processes.sharing},
-                fleet=fleet,
-                progress=progress,
-            )
+            residency = Residency.of(processes, started.train_groups, fleet, progress, passed={ACTOR})
             yield cls(
                 config=plan.weights,
                 group=group,
@@ -163,7 +161,7 @@ class Engines:
         self.policies = evolve(self.policies, version=max(self.version, self.group.loaded_version - 1))
         try:
             new = bool(snapshot) or self.group.changes != self._changes
-            self.update(_Rows(self.fleet, forget), new=new, snapshot=snapshot)
+            self.update(lambda policies: self._interrupted(forget), new=new, snapshot=snapshot)
         finally:
             self._pushing = False
         self._changes = -1 if snapshot else self.group.changes
@@ -172,15 +170,7 @@ class Engines:
     def generate(self, request: GenerateRequest) -> Generation:
         """Complete the rows, under the weights that were pushed last. Weights that engines have lost, as they slept or
         died, are pushed again, which are then those of now. Raises what `push` does, and an engine's own error."""
-        work = self.fleet.loop.begin(self.fleet.generate(request))
-        try:
-            while not self.fleet.wait(work):
-                with self.fleet.replacing():
-                    self._push()
-            return work.result()
-        except BaseException:
-            work.cancel()
-            raise
+        return self.serve(self.fleet.generate(request), self._push)
 
     def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]:
         """Like `generate`, from any thread and without waiting; `asyncio.wrap_future` lets a task await it, and
@@ -211,29 +201,51 @@ class Engines:
         next `push`, after which rows that are being generated go on. Elsewhere nothing happens."""
         if self.takes_turns:
             # Also rows whose callers have gone are being generated: an engine only sleeps once none are.
-            with _Rows(self.fleet).updating(self.policies):
+            with self._interrupted():
                 self.residency.enter(TURNS[stage])
+
+    @contextlib.contextmanager
+    def _interrupted(self, forget: int | None = None) -> Iterator[None]:
+        """A context in which no rows are generated; they go on afterwards. Engines then hold the version to `forget` no
+        longer."""
+        self.fleet.loop.run(self.fleet.pause())
+        try:
+            if forget is not None:  # only now: rows of it may have been on their way to engines
+                self.fleet.forget(forget)
+            yield
+        finally:
+            self.fleet.loop.run(self.fleet.resume())
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def update(self, source: Source | _Rows, *, new: bool = True, snapshot: str = "") -> None:
-        """Update all engines, which sample for `source`, to the actor's weights, or its `snapshot`, which are
-        `new` if they have changed since the last update, and replace engines that miss the update. Raises
-        WeightUpdateError, or the cause of an engine's death, if replacing does not help."""
+    def serve(self, work: Coroutine[Any, Any, T], update: Callable[[], None]) -> T:
+        """Wait for work that needs engines; whenever none is left, `update` starts others and gives them weights."""
+        future = self.fleet.loop.begin(work)
+        try:
+            while not self.fleet.wait(future):
+                with self.fleet.replacing():
+                    update()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def update(self, hold: Hold | None, *, new: bool = True, snapshot: str = "") -> None:
+        """Update all engines to the actor's weights, or its `snapshot`, which are `new` if they have changed since the
+        last update, and replace engines that miss the update. `hold` keeps from generating meanwhile engines that may.
+        Raises WeightUpdateError, or the cause of an engine's death, if replacing does not help."""
         before = self.policies.version
-        while failed := self._attempt(
-            source, self.policies.next(new=new and self.policies.version == before), snapshot
-        ):
+        while failed := self._attempt(hold, self.policies.next(new=new and self.policies.version == before), snapshot):
             self._replace(failed)
         self._updates += 1
 
-    def _attempt(self, source: Source | _Rows, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
+    def _attempt(self, hold: Hold | None, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
         """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
         why."""
         with contextlib.ExitStack() as stack:
-            if source.overlaps:
+            if hold is not None:
                 with self.progress.phase("hold"):
-                    stack.enter_context(source.updating(policies))
+                    stack.enter_context(hold(policies))
             if self.fleet.dead:
                 return self.fleet.died
             self.residency.enter(UPDATE)
@@ -353,25 +365,6 @@ def _reason(answer: Received | None, sender: str, silent: str) -> str:
     # Senders may just repeat an engine's reason, and a death is the cause of their error.
     known = answer.died or sender in answer.error
     return answer.error if known else f"{answer.error}; {sender}"
-
-
-@frozen
-class _Rows:
-    """Rows that engines generate while weights are sent: they are interrupted, and go on afterwards."""
-
-    _fleet: EngineFleet
-    _forget: int | None = None  # a version that engines then hold no longer
-    overlaps = True
-
-    @contextlib.contextmanager
-    def updating(self, policies: Policies) -> Iterator[None]:
-        self._fleet.loop.run(self._fleet.pause())
-        try:
-            if self._forget is not None:  # only now: rows of it may have been on their way to engines
-                self._fleet.forget(self._forget)
-            yield
-        finally:
-            self._fleet.loop.run(self._fleet.resume())
 
 
 def _require_places(pool: ResourcePool, reasons: str) -> None:

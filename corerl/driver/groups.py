@@ -11,11 +11,10 @@ from corerl.calls import wait_all
 from corerl.cluster import nodes
 from corerl.cluster.placement import Bundle, ResourcePool, Slot
 from corerl.config.schema import ClusterConfig
-from corerl.driver.progress import Progress
+from corerl.driver.progress import Progress, StopRequest
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
-from corerl.driver.stop import StopRequest
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, InsufficientResources, WorkerDied

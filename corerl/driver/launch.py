@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,23 +14,20 @@ from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
 from corerl.driver.engines import Engines
 from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
+from corerl.driver.metrics import StepNotices, StepReports, unseen_tokens
 from corerl.driver.processes import start_processes
-from corerl.driver.progress import Progress
+from corerl.driver.progress import Progress, StopRequest
 from corerl.driver.recovery import Recovery
 from corerl.driver.residency import Residency
-from corerl.driver.roles import ReferencePolicy, Role, roles_of
+from corerl.driver.roles import ReferencePolicy, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Evaluations, Sampling, start_rewards
-from corerl.driver.step_reports import StepNotices, StepReports, unseen_tokens
-from corerl.driver.stop import StopRequest
-from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.messages import one_line
 from corerl.observability.jsonl import NoticeFile
 from corerl.plan.plan import Plan
-from corerl.plan.residency import residency_plan
 from corerl.plan.resume import Start
 from corerl.plugin.events import RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
@@ -83,7 +80,7 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
                 progress.notice(text)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(progress.beating())
-                stop = stack.enter_context(StopRequest(progress.notice))
+                stop = stack.enter_context(StopRequest(progress.notice_later))
                 try:
                     run = _assemble(plan, progress, stop, stack)
                 except CheckpointDamaged as error:
@@ -161,8 +158,14 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     reference = ReferencePolicy(group=actor, asked=asked, settings=plan.algorithm.settings, progress=progress)
     reference.begin(resumed=bool(start.state))
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
-    residency = _residency(plan, roles, fleet, progress)
-
+    residency = Residency.of(
+        plan.processes,
+        started.train_groups,
+        fleet,
+        progress,
+        passed={each.role for each in plan.algorithm.passes},
+        measures=plan.cluster.offload == "auto",
+    )
     groups = Groups(
         plan=plan, pool=started.pool, roles=roles, fleet=fleet, residency=residency, progress=progress, stop=stop
     )
@@ -219,18 +222,3 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     if fleet is not None:
         progress.begin("sending the first weights")
     return run
-
-
-def _residency(plan: Plan, roles: Mapping[str, Role], fleet: EngineFleet | None, progress: Progress) -> Residency:
-    sharing = plan.processes.sharing
-    return Residency(
-        plan=residency_plan(
-            sharing,
-            passed={each.role for each in plan.algorithm.passes},
-            frozen={name for name, role in roles.items() if role.loss is None},
-        ),
-        groups={name: roles[name].group for name in sharing},
-        fleet=fleet,
-        progress=progress,
-        measures=plan.cluster.offload == "auto",
-    )

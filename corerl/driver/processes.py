@@ -126,12 +126,9 @@ def load_all(
             died = True
         _replace(fleet, loading.result(), progress)
         fleet.sleep()
-        progress.begin("loading the model into ranks")
     elif fleet is not None:
-        progress.begin("loading the model into ranks and engines")
         starting[ENGINES] = fleet.start()
-    else:
-        progress.begin("loading the model into ranks")
+    progress.begin(f"loading the model into ranks{' and engines' * (ENGINES in starting)}")
     starting |= {name: group.restart() if died else group.init() for name, group in groups.items()}
     while True:
         try:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Self
 
 from attrs import define, field
 
 from corerl.driver.progress import Progress
 from corerl.engines.fleet import EngineFleet
 from corerl.kinds import ALL_KINDS, MemoryKind
-from corerl.plan.residency import REST, SAMPLE, TRAIN, EngineMemory, Stage, train_stage
+from corerl.plan.processes import ProcessPlan
+from corerl.plan.residency import REST, SAMPLE, TRAIN, EngineMemory, Stage, residency_plan, train_stage
 from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup
 
@@ -45,6 +47,23 @@ class Residency:
 
     def __attrs_post_init__(self) -> None:
         self._ranks = dict.fromkeys(self.groups, ALL_KINDS)
+
+    @classmethod
+    def of(
+        cls,
+        processes: ProcessPlan,
+        groups: Mapping[str, TrainGroup],
+        fleet: EngineFleet | None,
+        progress: Progress,
+        *,
+        passed: Collection[str],
+        measures: bool = False,
+    ) -> Self:
+        """Of processes that have started, whose roles `passed` run a forward pass before training."""
+        sharing = {name: groups[name] for name in processes.sharing}
+        frozen = {name for name, group in sharing.items() if group.plan.objective is None}
+        plan = residency_plan([*sharing], passed, frozen)
+        return cls(plan=plan, groups=sharing, fleet=fleet, progress=progress, measures=measures)
 
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;

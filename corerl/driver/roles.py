@@ -17,6 +17,7 @@ from corerl.data.packing import StepPlan, groups_of_steps
 from corerl.driver.progress import Progress
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
+from corerl.plan.residency import ACTOR_WEIGHTS
 from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
@@ -170,14 +171,13 @@ class ReferencePolicy:
                 "checkpoint has"
             )
 
-    def renews(self, steps: int) -> bool:
-        """Whether it is to be renewed after so many rollout steps."""
+    def renew(self, steps: int, enter: Callable[[str], None]) -> None:
+        """Make the actor's weights, which `enter` makes resident, the reference policy, if that is due after so many
+        rollout steps."""
         every = self.settings.reference_every
-        return every > 0 and steps % every == 0
-
-    def renew(self) -> None:
-        """Make the actor's weights the reference policy."""
-        self.group.snapshot(REFERENCE).create().result()
+        if every and steps % every == 0:
+            enter(ACTOR_WEIGHTS)
+            self.group.snapshot(REFERENCE).create().result()
 
 
 def roles_of(

@@ -17,14 +17,13 @@ from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.engines import Engines
 from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
-from corerl.driver.metrics import staleness_metrics
+from corerl.driver.metrics import StepReports, staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
 from corerl.driver.residency import Residency
 from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Evaluations, Sampling
-from corerl.driver.step_reports import StepReports
 from corerl.driver.streamed_step import StreamedStep
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import WorkerDied
@@ -138,15 +137,7 @@ class Run:
         """Wait for work that may need engines; if none is left, new ones are started."""
         if self.engines is None:
             return self.sampling.loop.run(work)
-        fleet, future = self.engines.fleet, self.sampling.loop.begin(work)
-        try:
-            while not fleet.wait(future):
-                with fleet.replacing():
-                    self.update_engines()
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self.engines.serve(work, self.update_engines)
 
     # ---- do trainer and engines agree? ------------------------------------------------------------------------------
 
@@ -257,9 +248,7 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        if self.reference.renews(self.progress.steps_done + 1):
-            self.residency.enter(ACTOR_WEIGHTS)
-            self.reference.renew()
+        self.reference.renew(self.progress.steps_done + 1, self.residency.enter)
 
     def _start_training(
         self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch
@@ -326,20 +315,17 @@ class Run:
         if self.engines is None or not self._push_due(self.engines.fleet):
             return
         new = self._pushed_at != self.actor.next_optimizer_step
-        self.engines.update(self.sampling.source, new=new)
+        source = self.sampling.source
+        self.engines.update(source.updating if source.overlaps else None, new=new)
         if self.logprob_check is not None:
             self.logprob_check.pushed(self.engines.policies.version, new=new)
         self._pushed_at = self.actor.next_optimizer_step
 
     def update_engines(self) -> None:
-        """Push weights outside of a step: to engines that are new, or have lost theirs, whatever the schedule says."""
+        """Push weights outside of a step, whatever the schedule says: to engines that are new or have lost theirs, and
+        to others in the place of those that have died."""
         self.push_weights()
         self.sleep_ranks()
-
-    def replace_dead_engines(self) -> None:
-        """Start others in the place of engines that have died, if any have, with the weights of now."""
-        if self.engines is not None and self.engines.fleet.dead:
-            self.update_engines()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         # Engines that slept, or are new, hold no weights.

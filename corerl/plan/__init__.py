@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from corerl.plan.resolve import place_of as place_of
     from corerl.plan.resolve import role_options as role_options
     from corerl.plan.resolve import selected as selected
-    from corerl.plan.settle import REPLICAS as REPLICAS
-    from corerl.plan.settle import with_other_sizes as with_other_sizes
 else:
     from corerl.imports import on_demand
 

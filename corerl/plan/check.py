@@ -126,11 +126,11 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
-    own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
-    for table, model in {"model": config.model, **own}.items():
-        if model.path and model.config:
-            yield f"{table}.config: set, and {table}.path={model.path!r} too; keep that for its weights, or this"
-        if model.tokenizer and table in own:
+    for role, model in {ACTOR: config.model, **config.roles.own_models}.items():
+        if role not in config.chosen_roles:
+            continue
+        table = config.model_table_of(role)
+        if model.tokenizer and role != ACTOR:
             yield f"{table}.tokenizer: the role reads the actor's tokens; remove it"
         if model.pictures not in ("", config.model.pictures):
             yield f"{table}.pictures: the role reads the pictures of the actor's rows; remove it"
@@ -139,7 +139,6 @@ def _model(config: Config) -> Iterator[str]:
                 f"{table}.tower: {model.tower!r}, but with {table}.config the tower starts from random weights, and "
                 f"would never see; set it to 'trained', or {table}.path"
             )
-        role = table.removeprefix("roles.").removesuffix(".model") if table in own else ACTOR
         if config.model.pictures and model.tower == "trained" and config.lora_of(role) is not None:
             yield (
                 f"{table}.tower: 'trained', but {config.lora_table_of(role)} trains adapters of the text half alone; "

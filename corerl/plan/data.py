@@ -76,7 +76,9 @@ def plan_rollout(
     postprocess: Callable[[ScoredRollout], Any] | None = None
     problems = Problems()
     with problems.stage("model.pictures"):
-        pictures = picture_reader(config, plugins, tokenizer)
+        used, pictures = plugins.pictures, None
+        if used is not None:
+            pictures = reader_class(used)(config.pictures[used.name], config.model, tokenizer)
     problems.raise_all()
     with problems.stage():
         params = sampling_params(rollout, tokenizer, ends_of(tokenizer, config.model, pictures))
@@ -122,14 +124,6 @@ def plan_rollout(
         vocab_size=vocab_size,
         pictures=pictures,
     )
-
-
-def picture_reader(config: Config, plugins: Plugins, tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
-    """What reads the pictures of rows, if they have any. Raises what it raises, and PluginBroken for another class."""
-    loaded = plugins.pictures
-    if loaded is None:
-        return None
-    return reader_class(loaded)(config.pictures[loaded.name], config.model, tokenizer)
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, pictures: PictureReader | None) -> list[int]:
@@ -197,19 +191,24 @@ def with_prompt_check(plan: RolloutPlan, config: Config) -> RolloutPlan:
     if not config.run.has_engines:
         return plan
     context, most = plan.context_length, config.rollout.max_tokens
-    check = PromptCheck(
-        tokenizer=plan.tokenizer,
-        options=plan.template_options,
-        skip=config.data.refused == "skip",
-        longest=context - most if context else UNLIMITED,
-        limit=f"rollout.max_tokens={most} ({_context_is(config, context)})",
-        pictures=plan.pictures,
-    )
+    limit = f"rollout.max_tokens={most} ({_context_is(config, context)})"
+    check = _prompt_check(plan, config, longest=context - most if context else UNLIMITED, limit=limit)
     problems = Problems()
     with problems.stage("data.source"):
         check_first(plan.prompts, check, seed=plan.seed)
     problems.raise_all()
     return evolve(plan, check=check)
+
+
+def _prompt_check(plan: RolloutPlan, config: Config, *, longest: int, limit: str) -> PromptCheck:
+    return PromptCheck(
+        tokenizer=plan.tokenizer,
+        options=plan.template_options,
+        skip=config.data.refused == "skip",
+        longest=longest,
+        limit=limit,
+        pictures=plan.pictures,
+    )
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -275,14 +274,8 @@ def _check_set(config: Config, table: str, eval_set: EvalSet, rollout: RolloutPl
     elif tokens <= config.rollout.max_tokens:
         return
     known = len(eval_set.source.notices)
-    check = PromptCheck(
-        tokenizer=rollout.tokenizer,
-        options=rollout.template_options,
-        skip=config.data.refused == "skip",
-        longest=max(0, context - tokens) if context else UNLIMITED,
-        limit=f"{table}.max_tokens={tokens} in a context of {context}",
-        pictures=rollout.pictures,
-    )
+    limit = f"{table}.max_tokens={tokens} in a context of {context}"
+    check = _prompt_check(rollout, config, longest=max(0, context - tokens) if context else UNLIMITED, limit=limit)
     check_first(eval_set.source, check, seed=rollout.seed)
     yield from eval_set.source.notices[known:]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,6 @@ from corerl.plan.settle import (
     settle_adapters,
     with_absolute_paths,
     with_choices,
-    with_other_sizes,
     with_vocabulary,
 )
 from corerl.plugin.origins import require_met
@@ -119,15 +117,6 @@ def _at(config: Config, key: str) -> Any:
     for name in key.split("."):
         plain = plain.get(name) if isinstance(plain, Mapping) else None
     return plain
-
-
-def _resized(config: Config, overrides: Sequence[str]) -> Plan:
-    """The plan of a run of this config with other sizes. Its state comes from the ranks that run: the checkpoint that
-    these began with may be gone by now."""
-    other = with_other_sizes(config, overrides)
-    plan = make_plan(evolve(other, checkpoint=evolve(other.checkpoint, resume="never")), starting=False)
-    resume = {"checkpoint": {**plan.record["checkpoint"], "resume": config.checkpoint.resume}}
-    return evolve(plan, record={**plan.record, **resume}, resized=partial(_resized, other))
 
 
 def _plan_run(
@@ -195,7 +184,7 @@ def _plan_run(
         eval=final.eval,
         eval_sets=eval_sets,
         extensions=final.chosen_extensions,
-        resized=partial(_resized, given),
+        given=given,
         record=record,
         notices=tuple(_notices_of_run(final, start, record, models, about_data)),
     )

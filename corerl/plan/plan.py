@@ -3,7 +3,7 @@ asked about a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -48,7 +48,7 @@ class Plan:
     eval: EvalConfig
     eval_sets: Sequence[EvalSet]  # that of data.held_out first, if there is one
     extensions: tuple[ExtensionChoice, ...]
-    resized: Callable[[Sequence[str]], Plan]  # of this run with other sizes, as overrides say
+    given: Config  # what it is made of, to make others of
     record: Mapping[str, Any]  # the config as plain data, as the run keeps it: with its plugins' tables resolved
     notices: tuple[str, ...]  # a line each, what a user may want to know before the first step
 

@@ -4,7 +4,6 @@ asks of a plugin before any worker exists."""
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from attrs import evolve, fields, frozen
 from corerl.algorithms.base import REFERENCE
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RewardConfig, RolesConfig
 from corerl.config.structuring import structure
+from corerl.config.toml_text import toml_key
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
 from corerl.plan.check import Problems
@@ -29,7 +29,7 @@ from corerl.plugin.registry import (
     options_of,
     usable,
 )
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
+from corerl.plugin.spec import ACTOR, AlgorithmRun, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
 
 # The kinds with a table for each plugin.
@@ -200,25 +200,13 @@ def absent_extensions(config: Config) -> list[str]:
 
 
 def _algorithm(config: Config) -> Loaded:
-    """Raises PluginBroken if it has roles that no run has, or defaults that `[algorithm]` cannot have."""
-    name = config.algorithm.name
-    loaded = load(Kind.ALGORITHMS, name)
-    spec: AlgorithmSpec = loaded.spec
-    if wrong := [role for role in spec.roles if role not in ROLES]:
-        raise PluginBroken(f"algorithm {name!r} wants the role {wrong[0]!r}; a run has {', '.join(ROLES)}")
-    if spec.roles.get(ACTOR, RoleKind.FROZEN) is RoleKind.FROZEN:
-        what = "freezes its" if ACTOR in spec.roles else "has no"
-        raise PluginBroken(f"algorithm {name!r} {what} role {ACTOR!r}, but every run trains one")
-    unset = [field.name for field in fields(AlgorithmConfig) if field.default is None]
-    for setting, value in spec.defaults.items():
-        if setting not in unset:
-            raise PluginBroken(
-                f"algorithm {name!r} sets algorithm.{setting}, which is never unset; it can set {', '.join(unset)}"
-            )
-        try:
-            structure({setting: value}, AlgorithmConfig, path="algorithm")
-        except ConfigError as error:
-            raise PluginBroken(f"algorithm {name!r} has an invalid default: {error.message}") from error
+    """Raises PluginBroken for defaults that `[algorithm]` cannot have; what else a spec may say is for the algorithms'
+    suite."""
+    loaded = load(Kind.ALGORITHMS, config.algorithm.name)
+    try:
+        structure(loaded.spec.defaults, AlgorithmConfig, path="algorithm")
+    except ConfigError as error:
+        raise PluginBroken(f"algorithm {loaded} has invalid defaults: {error.message}") from error
     return loaded
 
 
@@ -251,8 +239,8 @@ def resolve_tables(config: Config) -> Config:
         if choice.options is not None:
             backend = load(Kind.BACKENDS, backend_name(config, role))
             roles[role] = evolve(choice, options=own(choice.options, backend, f"roles.{role}.options"))
-    for kind, name in _unknown(config):
-        if meant := _meant(config, kind, name):
+    for kind, name, meant in _unknown(config):
+        if meant:
             problems.add(
                 f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? Otherwise "
                 "install it or remove the table"
@@ -266,8 +254,8 @@ def ignored_tables(config: Config) -> list[str]:
     """One line for each table of a plugin that is not installed, but for likely typos, which `resolve_tables`
     reports."""
     found = []
-    for kind, name in _unknown(config):
-        if not _meant(config, kind, name):
+    for kind, name, meant in _unknown(config):
+        if not meant:
             hint = INSTALL_HINTS[kind].get(name, "")
             more = f"; {hint}" if hint else ""
             found.append(f"{_table(kind, name)} is ignored: no {kind.noun} {name!r} is installed{more}")
@@ -326,22 +314,17 @@ def _kind_of(loaded: Loaded) -> Kind:
     return next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
 
 
-def _unknown(config: Config) -> Iterator[tuple[Kind, str]]:
-    """Each table of a plugin that is neither selected nor installed."""
+def _unknown(config: Config) -> Iterator[tuple[Kind, str, str]]:
+    """Each table of a plugin that is neither selected nor installed, with the plugin whose name is closest to its name;
+    "" if none is close."""
     for kind in TABLES:
-        given = getattr(config, kind.value)
+        given, there = getattr(config, kind.value), installed_names(kind)
         names = [each.name for each in selected(config) if each.kind is kind]
         chosen = {name if name in given else name.rpartition(":")[2] for name in names}
-        yield from ((kind, name) for name in given if name not in chosen and name not in installed_names(kind))
-
-
-def _meant(config: Config, kind: Kind, name: str) -> str:
-    """The selected or installed plugin whose name is closest to the unknown `name`; "" if none is close."""
-    chosen = [each.name.rpartition(":")[2] for each in selected(config) if each.kind is kind]
-    return nearest(name, [*chosen, *installed_names(kind)])
+        known = [*(name.rpartition(":")[2] for name in names), *there]
+        yield from ((kind, name, nearest(name, known)) for name in given if name not in chosen and name not in there)
 
 
 def _table(kind: Kind, name: str) -> str:
     """The dotted path of a plugin's table, as TOML writes it."""
-    key = name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
-    return f"{kind.value}.{key}"
+    return f"{kind.value}.{toml_key(name)}"

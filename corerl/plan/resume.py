@@ -76,7 +76,11 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
         run_dir=run_dir,
         resume=resume,
         state=state,
-        lost=tuple(skipping(checkpoint, fault) for checkpoint, fault in faults.items()),
+        lost=tuple(
+            f"checkpoint.resume: skipping {checkpoint.name}, the run falls back to an older checkpoint: "
+            f"{ADVICE.split(fault)[0]}"  # without the advice to do that
+            for checkpoint, fault in faults.items()
+        ),
         resumed=resumed_run(config, run_dir),
         data=tuple(data),
     )
@@ -157,14 +161,6 @@ def checkpoint_to_resume(
             "another run.dir"
         )
     return chosen, skipped
-
-
-def skipping(checkpoint: Path, fault: str) -> str:
-    """The line for a checkpoint that is skipped, without the advice to do that."""
-    return (
-        f"checkpoint.resume: skipping {checkpoint.name}, the run falls back to an older checkpoint: "
-        f"{ADVICE.split(fault)[0]}"
-    )
 
 
 # ---- settings that have changed --------------------------------------------------------------------------------------

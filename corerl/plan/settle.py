@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from corerl.config.load import as_config
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.data.files import is_pattern
 from corerl.errors import ConfigError
@@ -24,8 +22,6 @@ from corerl.plugin.spec import ACTOR
 
 # What decides on recomputation where the config leaves it open.
 BY_MEMORY = "pip install 'corerl[forecast]' to have it chosen by the memory that training needs"
-REPLICAS = "rollout.replicas"
-OF_RANKS = re.compile(r"roles\.\w+\.(ranks|backend|options(\..+)?)|backend\.name|backends\..+")
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
@@ -159,22 +155,6 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
-
-
-def with_other_sizes(config: Config, overrides: Sequence[str]) -> Config:
-    """The config with overrides of what may change while a run goes on, such as "roles.actor.ranks=4". Raises
-    ConfigError for other settings, and as `load_config` does."""
-    changed = as_config(config, overrides)  # first: it knows what a misspelt key was meant to be
-    keys = [override.partition("=")[0].strip() for override in overrides]
-    if refused := [key for key in keys if key != REPLICAS and not OF_RANKS.fullmatch(key)]:
-        raise ConfigError(
-            "\n".join(
-                f"{key}: does not change while a run goes on; roles.ROLE.ranks, .backend and .options, backend.name, "
-                f"[backends.NAME] and {REPLICAS} do"
-                for key in refused
-            )
-        )
-    return changed
 
 
 def with_sizes(

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import corerl
-from corerl.cli import commands
 from corerl.cli import main as command
+from corerl.cli import main as command_line
 from corerl.errors import ConfigError, HookFailed, PluginNotFound, SaveFailed
 from corerl.plugin import CommandSpec
 from corerl.types import SampleBatch
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def own_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("failing", "keeping"):
         spec = CommandSpec(implementation=f"{__name__}:add_{name}", api=(2, 0), summary="")
-        monkeypatch.setitem(commands.CORE, name, spec)
+        monkeypatch.setitem(command_line.COMMANDS, name, spec)
     seen.clear()
 
 

@@ -34,7 +34,7 @@ from tests.rollout.engines import Engines as Fleet
 
 
 def push(engines: Engines, source: Any = None) -> None:
-    engines.update(source or Source())
+    engines.update(source and source.updating)
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------

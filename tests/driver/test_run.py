@@ -20,11 +20,11 @@ from corerl.driver import run as driver
 from corerl.driver import sampling as of_driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.checkpoints import DriverPart, Saves
+from corerl.driver.metrics import StepNotices, StepReports
 from corerl.driver.progress import Progress
 from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run import Run
 from corerl.driver.sampling import Evaluations, answers_in
-from corerl.driver.step_reports import StepNotices, StepReports
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, ResizeFailed, SaveFailed
 from corerl.pictures import Picture
@@ -326,10 +326,10 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     fleet.log.clear()
-    run.replace_dead_engines()
+    run.update_engines()
     assert fleet.log == []
     fleet.dead = True
-    run.replace_dead_engines()
+    run.update_engines()
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import AlgorithmConfig
-from corerl.driver.step_reports import StepNotices
+from corerl.driver.metrics import StepNotices
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout

@@ -6,32 +6,37 @@ import threading
 
 import pytest
 
-from corerl.driver.stop import StopRequest
+from corerl.driver.progress import Progress, StopRequest
+from corerl.plugin.events import Event
+from corerl.plugin.observers import Observers
+from tests.driver.fakes import Ears, told
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
-    told: list[str] = []
-    with StopRequest(told.append) as stop:
+    lines: list[str] = []
+    with StopRequest(lines.append) as stop:
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     what = "stopping after this step, or the next that can be resumed"
-    assert told == [f"{number.name}: {what}; repeat to stop at once, without saving"]
+    assert lines == [f"{number.name}: {what}; repeat to stop at once, without saving"]
 
 
 def test_a_signal_waits_for_no_observers_lock() -> None:
-    told: list[str] = []
     display = threading.Lock()  # not reentrant, as that of a live display
 
-    def notify(text: str) -> None:
-        with display:
-            told.append(text)
+    class Display(Ears):
+        def observe(self, event: Event) -> None:
+            with display:
+                super().observe(event)
 
-    with StopRequest(notify) as stop:
+    shown = Display()
+    progress = Progress(Observers([("display", shown)]), 0)
+    with progress.beating(), StopRequest(progress.notice_later) as stop:
         with display:
             os.kill(os.getpid(), signal.SIGINT)
-            assert (stop.requested, told) == (True, [])
-    assert [text.partition(":")[0] for text in told] == ["SIGINT"]
+            assert (stop.requested, told(shown)) == (True, [])
+    assert [text.partition(":")[0] for text in told(shown)] == ["SIGINT"]

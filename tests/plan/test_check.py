@@ -66,3 +66,9 @@ def test_no_code_of_a_model_is_imported(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "modeling.py").write_text("")
     with pytest.raises(ConfigError, match=r"^model.path: '.' is the working directory.*\(modeling.py\)"):
         require_no_code_of_a_model(config_of(tables))
+
+
+def test_a_model_of_a_role_that_the_run_has_not_is_not_looked_at() -> None:
+    critic = ["model.pictures=vision", "roles.critic.model.path=/nowhere", "roles.critic.model.tower=trained"]
+    assert [line for line in lines(*critic) if line.startswith("roles.critic.model.path")] != []
+    assert [line for line in lines("run.mode=rollout-only", *critic) if "critic" in line] == []

@@ -74,7 +74,7 @@ roles.critic.ranks=1                                      | roles.critic        
 {CRITIC} algorithm.dynamic_sampling=2                     | algorithm.dynamic_sampling | equal rewards teach too
 {CRITIC} roles.critic.train.mini_batches=3 | rollout.prompts | roles.critic.train.mini_batches=3
 {CRITIC} roles.critic.model.vocabulary=3                  | roles.critic.model.config  | no model
-{CRITIC} roles.critic.model={{path="/",config={{a=1}}}}   | roles.critic.model.config  | keep that
+{CRITIC} roles.critic.model={{path="/",config={{a=1}}}}   | roles.critic.model.config  | does not go with
 {CRITIC} roles.critic.model.path=/none                    | roles.critic.model.path    | no directory
 {CRITIC} roles.critic.options.no=1                        | roles.critic.options.no    | unknown key
 {CRITIC} roles.critic.backend=plian                       | roles.critic.backend       | did you mean 'plain'

@@ -10,6 +10,7 @@ import pytest
 from attrs import asdict, evolve
 
 from corerl.plan import Plan
+from corerl_elastic import sizes
 from corerl_elastic.changing import resize
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.extension import Elastic
@@ -57,23 +58,26 @@ def recorded_ranks(case: Case) -> dict[str, int]:
     return {name: written["roles"][name]["ranks"] for name in case.ranks}
 
 
-def on_gpus(plan: Plan, transport: str) -> Plan:
+def on_gpus(plan: Plan, transport: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """The plan, and those of other sizes, as if for GPUs whose senders are beside the engines."""
 
     def told(found: Plan) -> Plan:
         places = found.processes.placement.places
         beside = tuple(places["actor"].index(place) for place in places["engines"] if place in places["actor"])
         senders = beside if len(beside) == len(places["engines"]) else ()
-        processes = evolve(found.processes, device="cuda", senders=senders, transport=transport)
-        return evolve(found, processes=processes, resized=lambda overrides: told(found.resized(overrides)))
+        return evolve(found, processes=evolve(found.processes, device="cuda", senders=senders, transport=transport))
 
+    resized = sizes.resized
+    monkeypatch.setattr(sizes, "resized", lambda plan, overrides: told(resized(plan, overrides)))
     return told(plan)
 
 
-def wide(tmp_path: Path, transport: str, *, ranks: int = 4, replicas: int = 2, **given: Any) -> Case:
+def wide(
+    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch, *, ranks: int = 4, replicas: int = 2, **given: Any
+) -> Case:
     roles = {"actor": {"ranks": ranks}}
     rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
     tables: dict[str, Any] = {"backend": {"name": "fsdp"}, "roles": roles, "rollout": rollout}
     (tmp_path / "run").mkdir()
     plan = make_plan(config_in(tmp_path / "run", **tables))
-    return make(tmp_path, plan=on_gpus(plan, transport), **given)
+    return make(tmp_path, plan=on_gpus(plan, transport, monkeypatch), **given)

@@ -111,8 +111,8 @@ def test_engines_that_do_not_start_leave_all_as_it_was(tmp_path: Path) -> None:
 # ---- how weights travel ----------------------------------------------------------------------------------------------
 
 
-def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path) -> None:
-    case = wide(tmp_path, "ipc")
+def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = wide(tmp_path, "ipc", monkeypatch)
     assert case.groups.plan.processes.senders == (0, 2)
 
     def arrange(placement: object, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
@@ -124,8 +124,8 @@ def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path) ->
     assert case.groups.update_address().senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 
 
-def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path) -> None:
-    case = wide(tmp_path, "ipc", replicas=1)
+def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = wide(tmp_path, "ipc", monkeypatch, replicas=1)
     before = case.state
     elsewhere = slots_of(case.groups.plan.processes.placement, moved=7)["engines"]
 

@@ -18,6 +18,7 @@ from corerl_elastic.changing import sizes_of
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.extension import Elastic, devices_of
 from corerl_elastic.places import Places
+from corerl_elastic.sizes import resized
 from corerl_testing import make_plan
 from plugins.elastic.tests.cases import Case, make, recorded_ranks, wide
 from tests.cluster.rooms import Rooms, are_left, gpus_answer, has_free, rooms_of
@@ -130,7 +131,7 @@ def in_room(case: Case, per_node: int, now: Sequence[str], monkeypatch: pytest.M
     """The case's processes in a real room, where there were more engines once. Then the bundles are on the machines
     `now`, "" for none, as others are gone."""
     placement = case.groups.plan.processes.placement
-    begun = case.groups.plan.resized([f"rollout.replicas={engines}"]).processes.placement if engines else placement
+    begun = resized(case.groups.plan, [f"rollout.replicas={engines}"]).processes.placement if engines else placement
     pool = rooms_of(monkeypatch, per_node)
     pool.take(pool.arrange(begun))
     pool.take({"engines": pool["engines"][: len(placement.places["engines"])]})
@@ -211,7 +212,7 @@ def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkey
 
 
 def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = wide(tmp_path, "ipc", ranks=2)
+    case = wide(tmp_path, "ipc", monkeypatch, ranks=2)
     pool = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
     assert case.groups.update_address().senders == (0, 1)
     assert case.replace_lost() == []  # as large as before

@@ -10,6 +10,7 @@ import pytest
 
 from corerl.errors import ConfigError
 from corerl.plan import Plan
+from corerl_elastic.sizes import resized
 from corerl_forecast.forecast import GIB
 from corerl_testing import make_plan
 from plugins.forecast.tests.planned import LARGE, memory_on, on_gpus, planned_on, predictions
@@ -50,7 +51,7 @@ def test_on_gpus_layers_are_recomputed_where_memory_wants_it(tmp_path: Path) -> 
 def test_a_resized_run_chooses_anew(tmp_path: Path) -> None:
     needed = needed_on(80 * GIB, tmp_path)
     tight = planned_on(needed, tmp_path)
-    assert settings(tight.resized(["roles.actor.ranks=1"])) == ("bfloat16", "none")  # as nothing is known of its GPUs
+    assert settings(resized(tight, ["roles.actor.ranks=1"])) == ("bfloat16", "none")  # as nothing is known of its GPUs
 
 
 def test_what_another_extension_sets_is_counted(tmp_path: Path) -> None:

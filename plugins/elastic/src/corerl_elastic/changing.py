@@ -11,15 +11,16 @@ from attrs import evolve
 from corerl.cluster import Slot
 from corerl.driver import Groups, with_devices, with_senders
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError
-from corerl.plan import ENGINES, REPLICAS, REST, Plan
+from corerl.plan import ENGINES, REST, Plan
+from corerl_elastic import sizes
 
 
 def sizes_of(run: Groups) -> dict[str, int]:
     """Ranks by role, and replicas, under the names of their settings."""
-    sizes = {f"roles.{name}.ranks": len(role.assignments) for name, role in run.plan.processes.roles.items()}
+    found = {f"roles.{name}.ranks": len(role.assignments) for name, role in run.plan.processes.roles.items()}
     if run.plan.processes.engine is not None:
-        sizes[REPLICAS] = _replicas(run.plan)
-    return sizes
+        found[sizes.REPLICAS] = _replicas(run.plan)
+    return found
 
 
 # ---- between two steps -----------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
         raise ResizeFailed(
             "corerl_elastic.resize: a run is resized in the hook between_steps alone; there is no step here"
         )
-    plan, before, places, began = run.plan.resized(overrides), run.plan, dict(run.pool), time.monotonic()
+    plan, before, places, began = sizes.resized(run.plan, overrides), run.plan, dict(run.pool), time.monotonic()
     _require_same_surroundings(before, plan)
     restarts = any(_differ(before, plan, name) for name in before.processes.roles)
     replicas = _replicas(before), _replicas(plan)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from corerl.errors import ConfigError, UserError
 from corerl.messages import one_line
-from corerl.plan import ENGINES, REPLICAS, Plan
+from corerl.plan import ENGINES, Plan
+from corerl_elastic import sizes as of_plans
 from corerl_elastic.places import Places
 
 
@@ -36,7 +37,7 @@ def fewer(plan: Plan, places: Places, groups: Sequence[str]) -> Plan:
     for name, size in sizes.items():
         left = bundles[pools[name]] // widths[name]
         if left < size:
-            plan = _largest(plan, REPLICAS if name == ENGINES else f"roles.{name}.ranks", size, left)
+            plan = _largest(plan, of_plans.REPLICAS if name == ENGINES else f"roles.{name}.ranks", size, left)
     return plan
 
 
@@ -45,7 +46,7 @@ def _largest(plan: Plan, setting: str, now: int, left: int) -> Plan:
     refused: UserError | None = None
     for size in range(left, 0, -1):
         try:
-            return plan.resized([f"{setting}={size}"])
+            return of_plans.resized(plan, [f"{setting}={size}"])
         except UserError as error:
             refused = refused or error
     why = f", where it cannot be that or less: {one_line(refused)}" if refused is not None else ""

@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from corerl.driver import is_occupied
     from corerl.errors import ConfigError
     from corerl.messages import did_you_mean_path
-    from corerl.plan import with_other_sizes
     from corerl_elastic.scaling import ask
+    from corerl_elastic.sizes import with_other_sizes
 
     run_dir = Path(args.what)
     if not args.overrides:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from corerl.algorithms import ACTOR, Algorithm, ForwardPass, Objective, RoleKind
+from corerl.algorithms.base import REFERENCE
 from corerl.config import structure
 from corerl.config.schema import AlgorithmConfig
 from corerl.data.packing import AGGREGATIONS
@@ -93,7 +94,11 @@ def test_roles_objectives_passes_and_defaults_fit_together(trial: Trial) -> None
         )
     for each in passes:
         assert isinstance(each, ForwardPass) and each.role in spec.roles, (
-            f"forwards() has {each}; its role must be one of {', '.join(spec.roles)}"
+            f"forwards() names the role {each.role!r}; its spec has {', '.join(spec.roles)}"
+        )
+        assert not each.snapshot or (each.role, each.snapshot) == (ACTOR, REFERENCE), (
+            f"a pass of the {each.role} is under the weights {each.snapshot!r}; there are those of the {REFERENCE}, of "
+            f"the {ACTOR}"
         )
         assert not each.columns.keys() & OF_CORE and all(isinstance(of, Output) for of in each.columns.values()), (
             f"a pass of the {each.role} fills {dict(each.columns)}; use names that core has not, and members of Output"

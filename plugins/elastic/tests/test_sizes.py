@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from corerl.config.toml_text import to_plain
+from corerl.config import Config, dump_toml
 from corerl.errors import ConfigError
-from corerl.plan.make import make_plan
-from corerl.plan.settle import with_other_sizes
+from corerl_elastic.sizes import resized, with_other_sizes
+from corerl_testing import make_plan
 from tests.driver.saved import CRITIC, config_in, make_config
 
 FSDP = {"backend": {"name": "fsdp"}}
@@ -17,6 +19,10 @@ DO = (
     "does not change while a run goes on; roles.ROLE.ranks, .backend and .options, backend.name, [backends.NAME] and "
     "rollout.replicas do"
 )
+
+
+def plain(config: Config) -> dict[str, Any]:
+    return tomllib.loads(dump_toml(config))
 
 
 def refused(*overrides: str) -> list[str]:
@@ -42,7 +48,7 @@ def refused(*overrides: str) -> list[str]:
 )
 def test_sizes_layouts_and_backends_of_groups_may_change(override: str, keys: tuple[str, ...], value: object) -> None:
     config = make_config(**CRITIC)
-    found, expected = to_plain(with_other_sizes(config, [override])), to_plain(config)
+    found, expected = plain(with_other_sizes(config, [override])), plain(config)
     table = expected
     for key in keys[:-1]:
         table = table[key]
@@ -62,9 +68,9 @@ def test_other_sizes_are_checked_in_a_used_directory(tmp_path: Path) -> None:
     plan = make_plan(config_in(tmp_path / "run", **FSDP))
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "run" / "config.toml").write_text("# of the run that asks")
-    assert len(plan.resized(["roles.actor.ranks=2"]).processes.roles["actor"].assignments) == 2
+    assert len(resized(plan, ["roles.actor.ranks=2"]).processes.roles["actor"].assignments) == 2
     with pytest.raises(ConfigError) as caught:
-        plan.resized(["roles.actor.ranks=3", "backends.fsdp.shard_sise=2"])
+        resized(plan, ["roles.actor.ranks=3", "backends.fsdp.shard_sise=2"])
     assert caught.value.message == "backends.fsdp.shard_sise: unknown key; did you mean 'shard_size'?"
     with pytest.raises(ConfigError, match="do not divide evenly over roles.actor.ranks=3"):
-        plan.resized(["roles.actor.ranks=3"])
+        resized(plan, ["roles.actor.ranks=3"])
