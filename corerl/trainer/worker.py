@@ -15,15 +15,14 @@ from attrs import define, evolve, frozen
 
 from corerl.backend import Backend
 from corerl.data.packing import StepShare, pack
-from corerl.errors import PluginError
 from corerl.memory.device import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_extensions
-from corerl.plugin.origins import require_same
+from corerl.plugin.origins import load_same
 from corerl.plugin.pictures import picture_inputs
-from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
+from corerl.plugin.registry import Kind, load_implementation, options_of
 from corerl.plugin.spec import Process
 from corerl.plugin.transports import open_sender, transport_named
 from corerl.types import (
@@ -78,14 +77,13 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self.context = assignment.context
-        loaded = self._load(Kind.BACKENDS, assignment.backend)
-        extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
-        plugins = [(Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]]
-        if assignment.transport:
-            plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
-        if reader := assignment.config.model.pictures:
-            plugins.append((Kind.PICTURES, self._load(Kind.PICTURES, reader)))
-        require_same(assignment.origins, *plugins)
+        loaded, *_ = load_same(
+            assignment.origins,
+            (Kind.BACKENDS, assignment.backend),
+            *((Kind.EXTENSIONS, choice.name) for choice in assignment.extensions),
+            (Kind.TRANSPORTS, assignment.transport),
+            (Kind.PICTURES, assignment.config.model.pictures),
+        )
         options = options_of(loaded, assignment.config.options, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
@@ -257,15 +255,6 @@ class Worker:
             self.backend.drop_snapshot(name)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
-
-    def _load(self, kind: Kind, name: str) -> Loaded:
-        """Load a plugin. Raises PluginError if this machine cannot load what the driver could."""
-        try:
-            return load(kind, name)
-        except PluginError as error:
-            raise type(error)(
-                f"{error.message}; the driver could load this {kind.noun}, so install it on every node"
-            ) from error
 
     @property
     def _routes(self) -> bool:
