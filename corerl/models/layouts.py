@@ -133,11 +133,9 @@ def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 def require_packed_attention(decoder: PreTrainedModel) -> None:
     """Raise ModelError if the layers of a decoder that is wholly on meta ask packed attention for what it lacks, or do
     not pass it the bounds of sequences."""
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    mask = torch.ones_like(tokens, device="cpu")  # some layers' code asks whether it hides anything
-    with _run_as_packed(decoder) as unseen, torch.no_grad():
+    with _run_as_packed(decoder) as unseen:
         try:
-            decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
+            _pass_two_tokens(decoder)
         except ModelError:
             raise
         except Exception as error:
@@ -152,17 +150,22 @@ def require_packed_attention(decoder: PreTrainedModel) -> None:
 def unread_parameters(model: PreTrainedModel, parts: Parts) -> set[str]:
     """Names of the parameters that no pass over text reads, so that they never get a gradient: attention to an encoder
     that is not there, for example. `model` is wholly on meta; empty if its code depends on values."""
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    mask = torch.ones_like(tokens, device="cpu")
     passed_over = {id(param) for module in other_mixers(parts.decoder) for param in module.parameters()}  # on meta
-    with _run_as_packed(parts.decoder), Reads() as reads, torch.no_grad():
+    with _run_as_packed(parts.decoder), Reads() as reads:
         try:
-            parts.decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
+            _pass_two_tokens(parts.decoder)
         except Exception:  # as above
             return set()
     read = passed_over | reads.parameters.keys()
     after = {VALUE_HEAD_WEIGHT} if parts.head is None else set(parts.head.reads)
     return {name for name, param in model.named_parameters() if id(param) not in read} - after
+
+
+@torch.no_grad()
+def _pass_two_tokens(decoder: PreTrainedModel) -> None:
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    mask = torch.ones_like(tokens, device="cpu")  # some layers' code asks whether it hides anything
+    decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
 
 
 @contextmanager

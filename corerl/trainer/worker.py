@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -31,17 +31,13 @@ from corerl.types import (
     GradientResult,
     InitResult,
     LossSpec,
-    MemoryKind,
     MicroBatch,
     Output,
     PackedBatch,
     SampleBatch,
-    SaveResult,
-    SleepResult,
     Step,
     TrainResult,
     UpdateResult,
-    WakeResult,
     merge_metrics,
 )
 from corerl.weights.manifest import Manifest
@@ -95,6 +91,7 @@ class Worker:
             context=self.context,
             capabilities=loaded.spec.capabilities,
         )
+        self.save, self.sleep, self.wake_up = self.host.save, self.host.sleep, self.host.wake_up
         self.sender: WeightSender | None = None
         self._lost: dict[str, dict[str, str]] = {}  # token of an address -> engine -> why it has failed
         self._owns_process_group = False
@@ -225,17 +222,8 @@ class Worker:
         more."""
         self._lost.setdefault(token, {})[engine] = reason
 
-    def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        return self.host.save(path=path, step=step, background=background)
-
     def saved(self, wait: bool, memory: bool = False) -> bool:
         return self.backend.saved(wait, memory=memory)
-
-    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        return self.host.sleep(kinds=kinds)
-
-    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
-        return self.host.wake_up(kinds=kinds)
 
     def clear_memory(self) -> None:
         """Give unused cached memory back to the device."""
