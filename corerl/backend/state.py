@@ -32,7 +32,8 @@ class TrainingState(Primitives):
         # One save in flight to disk and one to memory; an earlier save's failure surfaces here.
         writer = self._memory_writer if in_memory(path) else self._writer
         writer.wait()
-        staged = stage({BUFFER: self.buffers(), **self._trained_state()}, self._extra(step))
+        trained = {key.value: self.held_state(key) for key in SAVED}
+        staged = stage({BUFFER: self.buffers(), **trained}, self._extra(step))
         if background:
             writer.submit(lambda: write(staged, Path(path), self.layout.rank))
         else:
@@ -75,9 +76,6 @@ class TrainingState(Primitives):
             base = [chunk for chunk in chunks if chunk.name not in self._names_of_tower]
             self._frozen_digest = digest_of_frozen(base, self.group)
         return {StateKey.PARAM}
-
-    def _trained_state(self) -> dict[str, Sequence[Chunk]]:
-        return {key.value: self.held_state(key) for key in SAVED}
 
     def _extra(self, step: Step) -> dict[str, Any]:
         """What whoever goes on with this rank's state needs besides tensors; `step` is the one that comes next."""

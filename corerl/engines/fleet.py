@@ -333,7 +333,7 @@ class EngineFleet:
         """A replica could answer another request: route again the one that waits longest for the busiest replica."""
         busiest = max((each.batcher for each in self._replicas), key=lambda batcher: batcher.rows_waiting)
         if not (self._paused or self._replacing):
-            busiest.hand_back_first()
+            busiest.hand_back(1)
 
     def _route(self, *, forget: bool = False) -> None:
         """Route requests to the replicas that serve now. A request that waits for a replica that serves no more is
@@ -347,11 +347,8 @@ class EngineFleet:
             each.batcher.width = self._width(len(self))
         for each in dict.fromkeys([*before, *self._replicas]):
             if more or each not in self._routed:
-                each.batcher.hand_back_all()
-            if self._paused or self._replacing:
-                each.batcher.hold()
-            else:
-                each.batcher.go_on()
+                each.batcher.hand_back()
+            each.batcher.hold(self._paused or self._replacing)
         if self._routed:
             self._serving.set()
             self._lost.clear()

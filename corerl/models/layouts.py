@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,13 +17,11 @@ from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import (
     PACKED,
-    counts_tokens,
     mixers,
     other_mixers,
     register_packed_attention,
+    require_packable,
     run_on_rows,
-    unregistered_attention,
-    uses_registered_attention,
 )
 from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta, build_tower, own_attention
 from corerl.models.config import context_length, reads_pictures
@@ -111,23 +108,6 @@ def make_policy(
     if pictures is not None:
         policy.tower = pictures.tower(policy.decoder, build_tower(config, dtype=compute or dtype))
     return policy
-
-
-NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
-
-
-def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Raise ModelError unless sequences can be packed for the `decoder` of `model`."""
-    name = type(model).__name__
-    if (module := unregistered_attention(decoder)) is not None:
-        raise ModelError(
-            f"{name} computes attention with its own code ({type(module).__name__}), which treats packed sequences as "
-            "one; packing requires transformers' attention interface"
-        )
-    if counts_tokens(decoder) or any(hasattr(module, NUMBERS) for module in decoder.modules()):
-        raise ModelError(f"{name} numbers the positions of tokens in its own way, which packing would not")
-    if "position_ids" not in inspect.signature(decoder.forward).parameters and uses_registered_attention(decoder):
-        raise ModelError(f"{type(decoder).__name__} takes no position_ids, which packed sequences need")
 
 
 def require_packed_attention(decoder: PreTrainedModel) -> None:
