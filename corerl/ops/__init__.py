@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from corerl.ops.attention import one_kernel as one_kernel
     from corerl.ops.attention import packed_attention as packed_attention
+    from corerl.ops.buildable import why_unbuildable as why_unbuildable
     from corerl.ops.clip import clip_grads as clip_grads
     from corerl.ops.clip import grad_norm as grad_norm
     from corerl.ops.clip import scale_grads as scale_grads
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from corerl.ops.noise import hash_keys as hash_keys
     from corerl.ops.packing import PackedSequences as PackedSequences
     from corerl.ops.packing import upload as upload
-    from corerl.ops.softmax import why_unbuildable as why_unbuildable
 else:
     from corerl.imports import on_demand
 

@@ -6,14 +6,13 @@ On a GPU with Triton each is one kernel, which reads every logit once; elsewhere
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
-import shutil
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from corerl.ops.buildable import why_unbuildable
 
 NEVER = -1e30  # the logit of padding: exp() makes it 0, and multiplied by that 0 it is not NaN, as -inf would be
 
@@ -119,12 +118,3 @@ def _kernels() -> ModuleType | None:
     from corerl.ops import kernels
 
     return kernels
-
-
-def why_unbuildable() -> str:
-    """Why Triton cannot build a kernel on this machine: what is missing, in words; "" if nothing is."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # where Triton looks
-        return "there is no C compiler for Triton (gcc, clang, or the one that CC names)"
-    return ""

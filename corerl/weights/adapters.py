@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
-from corerl.ops.softmax import why_unbuildable
+from corerl.ops.buildable import why_unbuildable
 
 PREFIX = "base_model.model."
 WEIGHT = ".weight"

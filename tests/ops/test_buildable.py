@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl.ops.softmax import why_unbuildable
+from corerl.ops.buildable import why_unbuildable
 
 
 @pytest.fixture
