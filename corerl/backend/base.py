@@ -44,11 +44,10 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
         if config.sleeps:  # in the background; the first sleep waits for whatever is not ready by then
             self._sleeper.reserve(self.sleeping_bytes(config.sleeps), self.group)
         self.phase = "load"
-        saved = self._saved()
-        optimizer_step = self._load_initial() if saved is None else self._resume(saved)
+        optimizer_step = self._resume() if self.config.resume else self._load_initial()
         self._plan_stream()
-        if saved is not None:
-            saved.require_taken({name for name, _ in self._gather_plan.shapes})
+        if self.config.resume:
+            self._require_taken({name for name, _ in self._gather_plan.shapes})
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
 

@@ -33,7 +33,7 @@ class DeviceMemory(Primitives):
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
         empty_cache(self.device)
         held = held_on(self.device, self._all_tensors())
-        notes = {self._sleeper.refusal} - {"", *self._told}
+        notes = {self._sleeper.host.refusal} - {"", *self._told}
         self._told |= notes
         return SleepResult(
             freed_bytes=freed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from corerl.backend.primitives import SAVED, Primitives, StateKey
-from corerl.checkpoint.format import BUFFER
-from corerl.checkpoint.reader import SavedState
+from corerl.checkpoint.format import BUFFER, WEIGHTS
+from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, in_memory, stage, write
 from corerl.errors import CheckpointError
 from corerl.plugin.capabilities import Capability
@@ -32,7 +32,8 @@ class TrainingState(Primitives):
         # One save in flight to disk and one to memory; an earlier save's failure surfaces here.
         writer = self._memory_writer if in_memory(path) else self._writer
         writer.wait()
-        staged = stage({BUFFER: self.buffers(), **self._trained_state()}, self._extra(step))
+        trained = {key.value: self.held_state(key) for key in SAVED}
+        staged = stage({BUFFER: self.buffers(), **trained}, self._extra(step))
         if background:
             writer.submit(lambda: write(staged, Path(path), self.layout.rank))
         else:
@@ -76,15 +77,6 @@ class TrainingState(Primitives):
             self._frozen_digest = digest_of_frozen(base, self.group)
         return {StateKey.PARAM}
 
-    def _saved(self) -> SavedState | None:
-        """What this rank goes on from; None if it begins with the model's own weights."""
-        if self.config.resume:
-            return SavedState(self.config.resume, rank=self.layout.rank, ranks=self.layout.world_size)
-        return None
-
-    def _trained_state(self) -> dict[str, Sequence[Chunk]]:
-        return {key.value: self.held_state(key) for key in SAVED}
-
     def _extra(self, step: Step) -> dict[str, Any]:
         """What whoever goes on with this rank's state needs besides tensors; `step` is the one that comes next."""
         lora = self.config.lora
@@ -98,8 +90,8 @@ class TrainingState(Primitives):
             **{f"rank/{name}": value for name, value in self.extra_state().items()},
         }
 
-    def _resume(self, saved: SavedState) -> int:
-        extra = saved.extra(0)
+    def _resume(self) -> int:
+        extra = read_extra(self.config.resume, 0)
         ranks, own = extra["world_size"], self.layout.world_size
         if ranks != own:
             self.require(
@@ -108,23 +100,44 @@ class TrainingState(Primitives):
             )
         base = self._load_frozen(self._begins_with)
         if self.config.lora is not None:
-            require_same(extra, self._frozen_digest, self.config.lora.scale, where=str(saved))
+            require_same(extra, self._frozen_digest, self.config.lora.scale, where=self._checkpoint)
         self.weights_version = int(extra["weights_version"])
         weights = [*self.held_state(StateKey.MASTER), *self.buffers()]
         if not self.config.resume_moments:
-            saved.take(StateKey.MASTER.value, weights)
+            self._take(StateKey.MASTER, weights)
             self.after_load({StateKey.MASTER, *base}, None)
             return 0
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            saved.take(key.value, weights if key is StateKey.MASTER else self.held_state(key))
+            self._take(key, weights if key is StateKey.MASTER else self.held_state(key))
         self.after_load({*SAVED, *base}, self.adam_step)
         if (extra["backend"], ranks) == (type(self).__qualname__, own):
-            of_rank = saved.extra(self.layout.rank)
+            of_rank = read_extra(self.config.resume, self.layout.rank)
             self.load_extra_state(
                 {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )
         return int(extra["optimizer_step"])
+
+    @property
+    def _checkpoint(self) -> str:
+        """What this rank goes on from, for messages."""
+        return f"checkpoint {Path(self.config.resume)}"
+
+    def _take(self, key: StateKey, chunks: Sequence[Chunk]) -> None:
+        """Fill the chunks with the saved state, for MASTER that of buffers too, and verify this rank's share of all of
+        it."""
+        source = CheckpointSource(self.config.resume, *(WEIGHTS if key is StateKey.MASTER else [key.value]))
+        fill(chunks, source, what=self._checkpoint)
+        source.verify(rank=self.layout.rank, world_size=self.layout.world_size)
+
+    def _require_taken(self, names: Collection[str]) -> None:
+        """Raise CheckpointError if the checkpoint holds other weights than these: it is of a larger model."""
+        for name, shape in CheckpointSource(self.config.resume, *WEIGHTS).shapes.items():
+            if name not in names:
+                raise CheckpointError(
+                    f"{self._checkpoint} contains {name!r} {list(shape)}, which this model does not have; resume "
+                    "with the model that the checkpoint was written with"
+                )
 
 
 def digest_of_frozen(chunks: Sequence[Chunk], group: ProcessGroup | None) -> str:

@@ -66,7 +66,9 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
     """
     target, replaced = partial.with_suffix(""), partial.with_suffix(REPLACED)
     try:
-        roles = dict(ranks) if ranks is not None else _roles_found(partial)
+        roles = ranks
+        if roles is None:
+            roles = {path.name: written_ranks(path) for path in sorted(partial.iterdir()) if path.is_dir()}
         if not roles:
             raise SaveFailed(f"cannot complete {partial}: no role wrote to it")
         for role, count in roles.items():
@@ -210,10 +212,6 @@ def _reporting(path: Path, left: list[str]) -> Iterator[None]:
         yield
     except OSError as error:
         left.append(f"{path} could not be removed: {error.strerror}")
-
-
-def _roles_found(partial: Path) -> dict[str, int]:
-    return {path.name: written_ranks(path) for path in sorted(partial.iterdir()) if path.is_dir()}
 
 
 def _check_role(directory: Path, role: str, ranks: int) -> None:

@@ -17,7 +17,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -45,19 +45,15 @@ KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.
 REPLACED = ".replaced"  # an earlier checkpoint of the same step, while it is being replaced
 
 
-def _ints(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
-
-
 @frozen
 class SavedBox:
     """One box of one HF tensor in a rank's file."""
 
     key: str  # master, exp_avg, exp_avg_sq, buffer
     name: str
-    shape: tuple[int, ...] = field(converter=_ints)  # of the whole HF tensor
-    offsets: tuple[int, ...] = field(converter=_ints)
-    sizes: tuple[int, ...] = field(converter=_ints)
+    shape: tuple[int, ...] = field(converter=tuple[int, ...])  # of the whole HF tensor
+    offsets: tuple[int, ...] = field(converter=tuple[int, ...])
+    sizes: tuple[int, ...] = field(converter=tuple[int, ...])
     stored: str  # its name in the safetensors file
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from corerl.checkpoint.format import (
-    WEIGHTS,
-    SavedBox,
-    checksum,
-    index_file,
-    read_index,
-    tensor_file,
-    unusable,
-)
+from corerl.checkpoint.format import SavedBox, checksum, index_file, read_index, tensor_file, unusable
 from corerl.errors import CheckpointDamaged, CheckpointError
-from corerl.weights.chunks import Chunk, fill, intersect, within
+from corerl.weights.chunks import intersect, within
 
 
 class CheckpointSource:
@@ -109,35 +101,6 @@ class CheckpointSource:
             # A tensor without dims has nothing to slice.
             values: torch.Tensor = handle.get_slice(saved.stored)[slices] if slices else handle.get_tensor(saved.stored)
         return values
-
-
-class SavedState:
-    """The training state in one role's part of a checkpoint, for one of the ranks that go on from it."""
-
-    def __init__(self, role_dir: str | Path, *, rank: int, ranks: int) -> None:
-        self._directory, self._rank, self._ranks = Path(role_dir), rank, ranks
-
-    def __str__(self) -> str:
-        return f"checkpoint {self._directory}"
-
-    def extra(self, rank: int) -> dict[str, Any]:
-        return read_extra(self._directory, rank)
-
-    def take(self, kind: str, chunks: Sequence[Chunk]) -> None:
-        """Fill the chunks with the saved state of this kind, for `master` that of buffers too, and verify this rank's
-        share of all of it."""
-        source = CheckpointSource(self._directory, *(WEIGHTS if kind in WEIGHTS else [kind]))
-        fill(chunks, source, what=str(self))
-        source.verify(rank=self._rank, world_size=self._ranks)
-
-    def require_taken(self, names: Collection[str]) -> None:
-        """Raise CheckpointError if the checkpoint holds other weights than these: it is of a larger model."""
-        for name, shape in CheckpointSource(self._directory, *WEIGHTS).shapes.items():
-            if name not in names:
-                raise CheckpointError(
-                    f"{self} contains {name!r} {list(shape)}, which this model does not have; resume "
-                    "with the model that the checkpoint was written with"
-                )
 
 
 def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Path) -> None:

@@ -20,10 +20,6 @@ from corerl.pictures import FoundPicture, Picture
 from corerl.types import IntArray, UIntArray, offsets_of
 
 
-def _tuple(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(messages)  # prompts are saved as JSON, which has only lists
-
-
 @frozen(kw_only=True)
 class Prompt:
     """One row of the data, as what is asked of the model."""
@@ -32,9 +28,10 @@ class Prompt:
     text: str  # for a chat: its only message, or all messages as lines `role: content`
     answer: str  # "" if the data has none
     fields: Mapping[str, Any] = field(factory=dict)  # the whole row, for reward functions
-    messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)  # the chat; () continues the text
+    # The chat; () continues the text. Prompts are saved as JSON, which has only lists.
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=tuple[Mapping[str, Any], ...])
     # What the chat template tells the model of, each as in OpenAI's `tools`.
-    tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=tuple[Mapping[str, Any], ...])
     template_options: Mapping[str, Any] = field(factory=dict)  # the row's own arguments of the chat template
     source: str = ""  # name of the source, if several are mixed
     # In the order of their marks, which are parts `{"type": "image"}` of messages; of a text, what the model's own

@@ -256,11 +256,12 @@ def load_prompts(
     """Load the prompts and check every row; `notify` gets a line now and then about how many are read. Unless these are
     the `whole` data of a run, they may lack chats that `data.system` is for. `given` are rows in place of
     `data.source`'s. `pictures` finds those of rows. Raises ConfigError for bad settings, DataError for bad files."""
+    load = partial(_load, data=data, seed=seed, notify=notify, pictures=pictures)
     if data.sources:
-        source = _mixed(data, seed, notify, pictures)
+        source = _mixed(data, load)
     else:
         alone = DataSource(source=data.source, split=data.split, subset=data.subset)
-        source = _load(alone, data, seed, notify, setting="data.source", given=given, pictures=pictures)
+        source = load(alone, setting="data.source", given=given)
     if whole:
         _require_chat(source, "data.system", data.system)
     return source
@@ -290,9 +291,7 @@ def _require_chat(source: PromptSource, setting: str, system: str | None) -> Non
         )
 
 
-def _mixed(
-    data: DataConfig, seed: int, notify: Callable[[str], None] | None, pictures: PictureReader | None
-) -> PromptSource:
+def _mixed(data: DataConfig, load: Callable[..., PromptSource]) -> PromptSource:
     if data.source not in ("", fields(type(data)).source.default):
         raise ConfigError(f"data.sources: cannot be combined with data.source={data.source!r}; remove one of the two")
     sources: dict[str, PromptSource] = {}
@@ -303,20 +302,20 @@ def _mixed(
             raise ConfigError(
                 f"data.sources: eval/{PARTS} has the parts of rewards; give source {PARTS!r} another name"
             )
-        sources[each.called] = _load(each, data, seed, notify, setting="data.sources", pictures=pictures)
+        sources[each.called] = load(each, setting="data.sources")
         _require_chat(sources[each.called], f"data.sources[{number}].system", each.system)
     return MixedPrompts(sources, {each.called: each.weight for each in data.sources})
 
 
 def _load(
     source: DataSource,
+    *,
+    setting: str,
     data: DataConfig,
     seed: int,
     notify: Callable[[str], None] | None,
-    *,
-    setting: str,
+    pictures: PictureReader | None,
     given: Rows | None = None,
-    pictures: PictureReader | None = None,
 ) -> PromptSource:
     """One source, with the settings of `data` that it does not have itself."""
     system = data.system if source.system is None else source.system

@@ -59,28 +59,22 @@ class Batcher:
             self._waiting = [each for each in self._waiting if each is not waiting]
             raise
 
-    def hold(self) -> None:
-        """Send nothing until `go_on`."""
-        self._held = True
-
-    def go_on(self) -> None:
-        self._held = False
+    def hold(self, held: bool) -> None:
+        """Send nothing while it is held."""
+        self._held = held
         self._send()
 
-    def hand_back_all(self) -> None:
-        """Answer None to all requests that wait to be sent, so that they are routed again."""
-        for waiting in self._waiting:
-            _hand_back(waiting)
-        self._waiting = []
+    def hand_back(self, count: int | None = None) -> None:
+        """Answer None to the requests that wait to be sent, or so many that would be sent next, so that they are routed
+        again."""
+        for waiting in self._waiting[:count]:
+            if not waiting.answer.done():  # its task was cancelled
+                waiting.answer.set_result(None)
+        del self._waiting[:count]
 
     @property
     def rows_waiting(self) -> int:
         return sum(len(each.request) for each in self._waiting)
-
-    def hand_back_first(self) -> None:
-        """Answer None to the request that would be sent next, if there is one."""
-        if self._waiting:
-            _hand_back(self._waiting.pop(0))
 
     async def idle(self) -> None:
         """Wait until no call is in progress."""
@@ -144,8 +138,3 @@ async def settle(answers: Sequence[asyncio.Future[T]], results: Callable[[], Awa
     for answer, result in zip(answers, found, strict=True):
         if not answer.done():
             answer.set_result(result)
-
-
-def _hand_back(waiting: _Waiting) -> None:
-    if not waiting.answer.done():  # its task was cancelled
-        waiting.answer.set_result(None)

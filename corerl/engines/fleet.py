@@ -1,4 +1,5 @@
-"""Use several engine processes as one: requests are split over them, weights go to all of them."""
+"""Use several engine processes as one: requests are split over them, weights go to all of them, and dead ones are
+replaced."""
 
 from __future__ import annotations
 
@@ -7,31 +8,71 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import evolve
+from attrs import define, evolve, field
 
+from corerl.calls import Future
 from corerl.engines.base import UNLIMITED, CacheUse, GenerateRequest, Generation, Received
 from corerl.engines.batching import Batcher, OnRowsEnded
 from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
-from corerl.engines.replicas import Replica, Replicas, State
 from corerl.engines.service import EngineAssignment
-from corerl.errors import CorerlError, EngineFailed, VersionGone, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, ResizeFailed, VersionGone, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
 from corerl.types import IntArray, OnProgress
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 if TYPE_CHECKING:
-    from corerl.cluster.group import RayGroup
+    from corerl.cluster.group import CallCounts, RayGroup
+
+STARTING_SECONDS = 1.0  # between two polls of replicas that are starting
+END_SECONDS = 5.0  # for calls to notice that their processes have been killed
+CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
 
-class EngineFleet(Replicas):
+class State(Enum):
+    """What a replica can do now. Requests go only to those that serve; all but the dead ones get other calls.
+
+    EMPTY   -> SERVING  it has taken an update
+    SERVING -> EMPTY    it has missed an update, or sleeps
+    any     -> DEAD     its process has died or hangs, or `replace` or `resize` ends it
+
+    A replica stays dead: `replace` puts another one in its place, which is empty once its process has started."""
+
+    EMPTY = "no weights"
+    SERVING = "serving"
+    DEAD = "dead"
+
+
+@define(kw_only=True, eq=False)
+class Replica:
+    """One engine process, from its start to its end. Its successor under the same name is another replica, so that
+    what was asked of the old process, or comes back from it, is not taken for the new one's."""
+
+    assignment: EngineAssignment
+    restarts: int = 0  # of this name, since the last completed step
+    state: State = State.EMPTY
+    held: tuple[int, ...] = ()  # versions of the weights that it can sample from, if it serves; the newest last
+    died_of: CorerlError | None = None  # if it is dead
+    batcher: Batcher = field(init=False)
+
+    @property
+    def name(self) -> str:
+        return self.assignment.context.name
+
+    def died(self, error: CorerlError) -> None:
+        self.state, self.died_of = State.DEAD, error
+
+
+class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that sampled it.
 
     If a replica's process dies while sampling, the others sample its share with the same noise, so the samples are the
@@ -40,7 +81,7 @@ class EngineFleet(Replicas):
     `resize` ends.
 
     `generate`, `pause`, `resume` and `until` are coroutines of `loop`. All else is called in the thread that updates
-    weights.
+    weights; private calls of replicas come from any thread.
     """
 
     def __init__(
@@ -57,9 +98,8 @@ class EngineFleet(Replicas):
         """`calls`: how many `generate` calls a replica answers at once; requests that wait for one are sent together,
         at most `width(len(self))` rows. `restarts`: how often a replica may be restarted without a completed step in
         between. `span(name)` is a context around each call of the replica of that name."""
-        self._span = span
-        self.loop = loop
-        self._calls, self._width = calls, width
+        self.processes, self.loop = processes, loop
+        self._calls, self._width, self._allowed, self._span = calls, width, restarts, span
         self._router: PrefixRouter[Replica] = PrefixRouter()
         self._numbers = itertools.count()  # of requests
         self._pauses_begun = 0  # by `pause`, so far
@@ -69,11 +109,59 @@ class EngineFleet(Replicas):
         self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
         self._lost.set()
-        super().__init__(processes, assignments, restarts=restarts)
+        self._changing = threading.Condition()
+        self._calls_in_progress = 0
+        self._replicas: list[Replica] = [self._replica(each) for each in assignments]  # in the order of their processes
+        self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
 
-    def _batcher(self, replica: Replica) -> Batcher:
+    def _replica(self, assignment: EngineAssignment, *, restarts: int = 0) -> Replica:
+        replica = Replica(assignment=assignment, restarts=restarts)
         call = functools.partial(self._call, replica)
-        return Batcher(call, calls=self._calls, width=UNLIMITED, on_free_slot=self._relieve)  # `_route` says how wide
+        # `_route` says how wide.
+        replica.batcher = Batcher(call, calls=self._calls, width=UNLIMITED, on_free_slot=self._relieve)
+        return replica
+
+    def start(self) -> Future[dict[str, CorerlError]]:
+        """Construct all replicas; the result is there when they are ready. It says which have died meanwhile, and why:
+        these are to be replaced."""
+        processes = self.processes
+        constructing = processes.construct([(assignment,) for assignment in self.assignments])
+
+        def ready(timeout: float) -> bool:
+            return processes.ready(constructing, timeout)
+
+        def wait() -> dict[str, CorerlError]:
+            while not ready(STARTING_SECONDS):
+                pass
+            failed = self._errors(processes.answers(constructing, timeout=0.0))
+            if failed and all(isinstance(error, WorkerDied) for error in failed.values()):
+                failed = self._errors(processes.answers(constructing))  # of the others too
+            for error in failed.values():
+                if not isinstance(error, WorkerDied):
+                    processes.kill()
+                    raise error
+            return failed
+
+        return Future(processes, ready, wait)
+
+    def _errors(self, answers: Mapping[int, Any]) -> dict[str, CorerlError]:
+        return {self.names[index]: each for index, each in answers.items() if isinstance(each, CorerlError)}
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def assignments(self) -> list[EngineAssignment]:
+        return [each.assignment for each in self._replicas]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self._replicas)
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """The engine name of each weight receiver, by index; an engine with several receivers is repeated."""
+        return tuple(each.context.name for each in self.assignments for _ in range(each.context.bundles))
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +333,7 @@ class EngineFleet(Replicas):
         """A replica could answer another request: route again the one that waits longest for the busiest replica."""
         busiest = max((each.batcher for each in self._replicas), key=lambda batcher: batcher.rows_waiting)
         if not (self._paused or self._replacing):
-            busiest.hand_back_first()
+            busiest.hand_back(1)
 
     def _route(self, *, forget: bool = False) -> None:
         """Route requests to the replicas that serve now. A request that waits for a replica that serves no more is
@@ -259,11 +347,8 @@ class EngineFleet(Replicas):
             each.batcher.width = self._width(len(self))
         for each in dict.fromkeys([*before, *self._replicas]):
             if more or each not in self._routed:
-                each.batcher.hand_back_all()
-            if self._paused or self._replacing:
-                each.batcher.hold()
-            else:
-                each.batcher.go_on()
+                each.batcher.hand_back()
+            each.batcher.hold(self._paused or self._replacing)
         if self._routed:
             self._serving.set()
             self._lost.clear()
@@ -331,6 +416,189 @@ class EngineFleet(Replicas):
     def wake_up(self) -> int:
         """Reallocate the weights' memory; returns bytes. Idempotent."""
         return sum(self._ask_all("wake_up").values())
+
+    # ---- deaths -----------------------------------------------------------------------------------------------------
+
+    @property
+    def dead(self) -> bool:
+        """Whether any dead replica is not replaced yet."""
+        return any(each.state is State.DEAD for each in self._replicas)
+
+    @property
+    def died(self) -> dict[str, CorerlError]:
+        """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
+        with self._changing:
+            return {each.name: each.died_of for each in self._replicas if each.died_of is not None}
+
+    def leave_out(self, failed: Mapping[str, CorerlError]) -> None:
+        """Send no more calls to these hanging or failing engines until they are replaced."""
+        with self._changing:
+            for each in self._replicas:
+                if each.name in failed:
+                    each.died(failed[each.name])
+
+    def replace(self, failed: Mapping[str, CorerlError]) -> None:
+        """Start new processes in place of these engines, dead or alive; `failed` maps each name to the reason. They
+        serve once an update has reached them; a failed start is retried. Raises the error of an engine whose restarts
+        since the last completed step are used up.
+        """
+        indices = {self.names.index(name): error for name, error in failed.items()}
+        for index, error in indices.items():
+            self._require_allowed(self._replicas[index], error)
+        for index, error in indices.items():
+            failure = self._restart(index, error)
+            while failure is not None:
+                self._require_allowed(self._replicas[index], failure)
+                failure = self._restart(index, failure)
+        self._apply_changes()
+
+    def _restart(self, index: int, died_of: CorerlError) -> CorerlError | None:
+        """Start a new process in place of a replica's; returns why it did not start, or None."""
+        old = self._replicas[index]
+        new = self._replica(old.assignment, restarts=old.restarts + 1)
+        with self._changing:
+            old.died(died_of)
+            new.died(died_of)  # it gets no calls until it is ready
+            self._replicas[index] = new  # before the old process ends, whose death is not the new replica's
+        try:
+            self.processes.replace(index, (new.assignment,))
+        except CorerlError as error:
+            return error
+        with self._changing:
+            new.state, new.died_of = State.EMPTY, None
+        return None
+
+    def step_completed(self) -> None:
+        """Reset the count of restarts."""
+        for each in self._replicas:
+            each.restarts = 0
+
+    def _require_allowed(self, replica: Replica, error: CorerlError) -> None:
+        """Kill all processes and raise `error` if the replica's restarts are used up."""
+        if self._failure is not None:
+            raise self._failure
+        if replica.restarts < self._allowed:
+            return
+        self._failure = error
+        self.processes.kill()
+        if restarts := replica.restarts:
+            error.add_note(
+                f"the engine had already been restarted {restarts} time{'s' * (restarts > 1)} (rollout.restarts)"
+            )
+        raise error
+
+    def _ask(
+        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], on_counts: CallCounts | None = None
+    ) -> dict[Replica, Any]:
+        """Return the answers of the live replicas, and mark those that died. On any other failure, or when a dead
+        replica's restarts are used up, kill all processes and raise the error. Replicas that were replaced or ended are
+        not called; if that happens during their call, its failure is ignored."""
+        try:
+            with self._changing:
+                self._calls_in_progress += 1
+                asked = {index: each for index, each in enumerate(self._replicas) if each in arguments}
+                pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
+            found = self.processes.answers(pending, on_counts=on_counts)
+        except WorkerDied as gone:  # none can be asked any more
+            raise self._failure or gone from None
+        finally:
+            with self._changing:
+                self._calls_in_progress -= 1
+                self._changing.notify_all()
+        answers = {asked[index]: answer for index, answer in found.items()}
+        for replica, error in answers.items():
+            if not isinstance(error, CorerlError):
+                continue
+            with self._changing:
+                if replica not in self._replicas:
+                    continue
+                if isinstance(error, WorkerDied):
+                    replica.died(error)
+            if not isinstance(error, WorkerDied):
+                self._failure = self._failure or error
+                self.processes.kill()
+                raise error
+            self._require_allowed(replica, error)
+        return {replica: answer for replica, answer in answers.items() if not isinstance(answer, CorerlError)}
+
+    def _ask_all(self, method: str, *args: Any) -> dict[Replica, Any]:
+        return self._ask(method, {each: args for each in self._replicas if each.state is not State.DEAD})
+
+    # ---- more or fewer ----------------------------------------------------------------------------------------------
+
+    def resize(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
+        """Start or end processes, so that there is one for each assignment, in its slot (as `RayGroup` takes them).
+        Replicas that stay keep their assignments, and may be sampling meanwhile.
+
+        New replicas are awake, and serve once an update has reached them. If any does not start, the fleet stays as it
+        was, and ResizeFailed is raised. If there are too many replicas, the last ones end, dead or alive; the
+        others continue their rows, and the samples are the same."""
+        if len(assignments) > len(self):
+            self._add(assignments[len(self) :], slots[len(self) :])
+        elif len(assignments) < len(self):
+            self._end_last(len(self) - len(assignments))
+
+    def reassign(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
+        """Give processes of a lost machine, which `replace` restarts, other slots and assignments; those that live
+        keep theirs. If there are fewer assignments than replicas, the last replicas end, as in `resize`."""
+        if len(assignments) < len(self):
+            self._end_last(len(self) - len(assignments))
+        with self._changing:
+            for replica, assignment in zip(self._replicas, assignments, strict=True):
+                replica.assignment = assignment
+            self.processes.reassign(slots)
+
+    def _add(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
+        names = [assignment.context.name for assignment in assignments]
+        replicas = len(self) + len(names)
+        try:
+            self.processes.grow(names, slots, [(assignment,) for assignment in assignments])
+        except CorerlError as error:
+            if self._failure is not None:  # meanwhile, of all
+                raise self._failure from None
+            stays = ResizeFailed(
+                f"the engines stay {len(self)} and do not become {replicas}, since not all of {', '.join(names)} have "
+                f"started: {error.message}"
+            )
+            stays.details = error.details
+            raise stays from error
+        with self._changing:
+            self._replicas = [*self._replicas, *map(self._replica, assignments)]
+        self._apply_changes()
+
+    def _end_last(self, count: int) -> None:
+        with self._changing:
+            rest, ended = self._replicas[:-count], self._replicas[-count:]
+            living = [index for index, each in enumerate(ended, len(rest)) if each.state is not State.DEAD]
+            for each in ended:
+                each.state = State.DEAD
+            self._replicas = rest  # from now on the others get no calls, and their deaths do not count
+        self._apply_changes()
+        try:
+            self._close(lambda method: self.processes.start_some(method, dict.fromkeys(living, ())))
+        except WorkerDied as gone:  # all have
+            raise self._failure or gone from None
+        self.processes.shrink(count)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the replicas, even while they generate or hang."""
+        try:
+            self._close(self.processes.start)
+        finally:
+            self.end()
+
+    def _close(self, start: Callable[[str], Any]) -> None:
+        """Let the replicas that `start` asks shut down by themselves; what they generate comes back unfinished."""
+        for method in ("pause", "close"):  # a replica that dies here has ended too
+            self.processes.answers(start(method), timeout=CLOSE_SECONDS)
+
+    def end(self) -> None:
+        """End the processes at once, and whoever waits for them: when this returns, nobody asks Ray any more."""
+        self.processes.kill()
+        with self._changing:
+            self._changing.wait_for(lambda: not self._calls_in_progress, END_SECONDS)
 
 
 async def _done(work: concurrent.futures.Future[Any]) -> None:

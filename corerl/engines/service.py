@@ -14,8 +14,8 @@ from attrs import frozen
 
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation
-from corerl.plugin.origins import Origin, require_same
-from corerl.plugin.registry import Kind, load, load_implementation, options_of
+from corerl.plugin.origins import Origin, load_same
+from corerl.plugin.registry import Kind, load_implementation, options_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,13 +41,12 @@ class EngineService:
     """One replica, in its own process."""
 
     def __init__(self, assignment: EngineAssignment) -> None:
-        loaded = load(Kind.ENGINES, assignment.engine)
-        plugins = [(Kind.ENGINES, loaded)]
-        if assignment.transport:
-            plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, assignment.transport)))
-        if reader := assignment.model.pictures:
-            plugins.append((Kind.PICTURES, load(Kind.PICTURES, reader)))
-        require_same(assignment.origins, *plugins)
+        loaded, *_ = load_same(
+            assignment.origins,
+            (Kind.ENGINES, assignment.engine),
+            (Kind.TRANSPORTS, assignment.transport),
+            (Kind.PICTURES, assignment.model.pictures),
+        )
         options = options_of(loaded, assignment.options, path=f"engines.{loaded.name}")
         make: Callable[..., Engine] = load_implementation(Kind.ENGINES, loaded)
         self.engine = make(assignment.model, options, assignment.context)

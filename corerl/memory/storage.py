@@ -52,28 +52,18 @@ class StorageSleeper:
     """
 
     def __init__(self, device: torch.device, host: HostMemory | None = None) -> None:
-        self._host = host or host_memory(device)
+        self.host = host or host_memory(device)  # awake storages leave room in it
         self._copies = CopyStream(device)
         self._asleep: dict[MemoryKind, Sleeping] = {}
-
-    @property
-    def host(self) -> HostMemory:
-        """The memory that sleeping storages are copied to. Awake storages leave room in it."""
-        return self._host
 
     @property
     def asleep(self) -> Set[MemoryKind]:
         return self._asleep.keys()
 
-    @property
-    def refusal(self) -> str:
-        """Why host memory is not pinned although it should be; "" if it is, as far as known."""
-        return self._host.refusal
-
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
         """Begin to allocate host memory for `nbytes` that will sleep at the same time, on all ranks of `group`.
         Raises MemoryError if the host has too little for its ranks together."""
-        self._host.reserve(nbytes + nbytes // 512 + PACK, group)  # alignment takes at most a thousandth
+        self.host.reserve(nbytes + nbytes // 512 + PACK, group)  # alignment takes at most a thousandth
 
     def release(self, kind: MemoryKind, tensors: Iterable[torch.Tensor]) -> int:
         """Free `kind`; returns the bytes, 0 if it sleeps. Gradients are dropped, the rest is copied to the host first.
@@ -109,26 +99,26 @@ class StorageSleeper:
         except BaseException:
             _empty(sleeping.parts)
             raise
-        self._host.give_back(sleeping.pieces)
+        self.host.give_back(sleeping.pieces)
         del self._asleep[kind]
         return sleeping.nbytes
 
     def close(self) -> None:
         """Release the host memory. Sleeping contents are lost."""
-        self._host.close()
+        self.host.close()
         self._asleep.clear()
 
     def _copied(self, groups: Sequence[Sequence[torch.UntypedStorage]]) -> Sleeping:
         sizes = [[storage.nbytes() for storage in group] for group in groups]
         rooms = [sum(each) if sum(each) < SMALL else -(-sum(each) // ALIGNMENT) * ALIGNMENT for each in sizes]
-        pieces = self._host.take(sum(rooms))
+        pieces = self.host.take(sum(rooms))
         try:
             parts = [Part(*each) for each in zip(groups, sizes, cut(pieces, rooms), strict=True)]
             with self._copies:
                 for part in parts:
                     self._copies.to_host(part)
         except BaseException:
-            self._host.give_back(pieces)
+            self.host.give_back(pieces)
             raise
         return Sleeping(parts, pieces)
 

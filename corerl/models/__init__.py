@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from corerl.models.files import initial_source as initial_source
     from corerl.models.files import meta_model as meta_model
     from corerl.models.files import shapes_of_tower as shapes_of_tower
+    from corerl.models.layouts import Policy as Policy
     from corerl.models.layouts import WholePolicy as WholePolicy
     from corerl.models.layouts import choose_layout as choose_layout
     from corerl.models.layouts import make_policy as make_policy
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from corerl.models.names import shapes_of as shapes_of
     from corerl.models.parts import parts_of as parts_of
     from corerl.models.parts import size_of as size_of
-    from corerl.models.policy import Policy as Policy
     from corerl.models.routing import Routers as Routers
     from corerl.models.routing import routers as routers
     from corerl.models.tokenizer import end_tokens as end_tokens

@@ -38,6 +38,7 @@ WITHOUT_EFFECT = (
 CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past")  # arguments of modules that mix tokens
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the code of attention that calls whichever is registered
 COUNTS = "arange"  # in the code of what numbers the tokens of a row
+NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
 SCORES = ("softmax", "scaled_dot_product_attention")  # in the code of other attention
 HEADS = ("head_dim", "qk_head_dim")  # attributes of attention: the elements of a query of one head
 # Attributes of attention: what the packed kernel lacks.
@@ -109,22 +110,20 @@ def _attention(
     return out[None], None
 
 
-def unregistered_attention(decoder: nn.Module) -> nn.Module | None:
-    """A module of the decoder that computes attention with its own code, not with what is registered, or the decoder if
-    nothing in it is known to let tokens see earlier ones; None if there is neither."""
-    found = mixers(decoder)
-    alone = [module for module in found if _has(module, *SCORES) and not _has(module, INTERFACE)]
-    return next(iter(alone), None if found else decoder)
-
-
-def counts_tokens(decoder: nn.Module) -> bool:
-    """Whether a module that calls registered attention numbers tokens by itself, not by their positions."""
-    return any(_has(module, INTERFACE) and _has(module, COUNTS) for module in mixers(decoder))
-
-
-def uses_registered_attention(decoder: nn.Module) -> bool:
-    """Whether tokens see earlier ones through registered attention."""
-    return any(_has(module, INTERFACE) for module in mixers(decoder))
+def require_packable(model: nn.Module, decoder: nn.Module) -> None:
+    """Raise ModelError unless sequences can be packed for the `decoder` of `model`."""
+    name, found = type(model).__name__, mixers(decoder)
+    registered = [module for module in found if _has(module, INTERFACE)]
+    own = [module for module in found if module not in registered and _has(module, *SCORES)]
+    if own or not found:
+        raise ModelError(
+            f"{name} computes attention with its own code ({type(own[0] if own else decoder).__name__}), which treats "
+            "packed sequences as one; packing requires transformers' attention interface"
+        )
+    if any(_has(module, COUNTS) for module in registered) or any(hasattr(each, NUMBERS) for each in decoder.modules()):
+        raise ModelError(f"{name} numbers the positions of tokens in its own way, which packing would not")
+    if registered and "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise ModelError(f"{type(decoder).__name__} takes no position_ids, which packed sequences need")
 
 
 def carries_state(decoder: nn.Module) -> bool:

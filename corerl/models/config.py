@@ -67,8 +67,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
             f"not train, so that they cannot begin at random; {f'use model_type {text!r}, or ' if known else ''}set "
             "model.path"
         )
-    _forget_pad(config)
-    _forget_code(config)
+    _forget(config)
     if model.path:
         from corerl.models.files import untied_head  # imports transformers' models, which takes seconds
 
@@ -123,18 +122,14 @@ def _require_counts(config: PreTrainedConfig, where: str) -> None:
         raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
 
 
-def _forget_pad(config: PreTrainedConfig) -> None:
-    """Remove a pad token that the model has no embedding for: torch would not build it, and CoreRL never pads."""
+def _forget(config: PreTrainedConfig) -> None:
+    """Remove a pad token that the model has no embedding for: torch would not build it, and CoreRL never pads. And the
+    references to Python files of the model's directory, which are never imported: what is built from this config, or
+    reads an export of it, cannot ask for them."""
     for part in (config, config.get_text_config()):
         size, pad = getattr(part, "vocab_size", None), getattr(part, "pad_token_id", None)
         if isinstance(size, int) and isinstance(pad, int) and not 0 <= pad < size:
             part.pad_token_id = None
-
-
-def _forget_code(config: PreTrainedConfig) -> None:
-    """Remove the references to Python files of the model's directory, which are never imported: what is built from this
-    config, or reads an export of it, cannot ask for them."""
-    for part in (config, config.get_text_config()):
         for name in CODE:
             if hasattr(part, name):
                 delattr(part, name)

@@ -53,7 +53,10 @@ class ModelFiles(SafetensorsSource):
         if self._naming is None:  # it takes a model, and few directories need it
             built = meta_model(self._config)
             name_in = _naming(built)
-            self._naming = name_in, {**_other_end_of_ties(built, self.names, name_in), **_by(name_in, self.names)}
+            found = {name_in(each): each for each in self.names}
+            # A tensor that only the other end of a tie is in the files for is that.
+            pairs = [pair for copy, origin in ties(built).items() for pair in ((copy, origin), (origin, copy))]
+            self._naming = name_in, {**{one: found[other] for one, other in pairs if other in found}, **found}
         name_in, found = self._naming
         return found.get(name_in(name))
 
@@ -195,17 +198,6 @@ def _naming(model: PreTrainedModel) -> Callable[[str], str]:
         return renamed if loaded == fused else renamed.removeprefix(f"{prefix}.")
 
     return name_in
-
-
-def _by(name_in: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
-    return {name_in(name): name for name in names}
-
-
-def _other_end_of_ties(model: PreTrainedModel, names: Iterable[str], name_in: Callable[[str], str]) -> dict[str, str]:
-    """For each tensor that only the other end of a tie is in the files for: its name, and that one's in the files."""
-    found = _by(name_in, names)
-    pairs = [pair for copy, origin in ties(model).items() for pair in ((copy, origin), (origin, copy))]
-    return {name: found[other] for name, other in pairs if other in found}
 
 
 def initial_source(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -23,7 +22,7 @@ from corerl.errors import ModelError
 from corerl.models.build import named_weights, stored_buffers
 from corerl.models.lora import adapted_parameter, adapter_parameters
 from corerl.weights.adapters import PREFIX, WEIGHT, adapters_of
-from corerl.weights.chunks import Box, Chunk, intersect, within
+from corerl.weights.chunks import Box, Chunk, holes, intersect, within
 
 
 @frozen
@@ -96,11 +95,12 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
                 "expected a slice of one of them; CoreRL cannot send transformed weights"
             )
         boxes[owner].append(box)
-    for name, tensor in params.items():
-        if not _covered_once(tuple(tensor.shape), [box.box for box in boxes[name]]):
-            raise ModelError(
-                f"{type(model).__name__}: the HF tensors in {name} do not cover each of its elements exactly once"
-            )
+    shapes = {name: tuple(tensor.shape) for name, tensor in params.items()}
+    if wrong := holes(shapes, ((name, box.box) for name, found in boxes.items() for box in found)):
+        raise ModelError(
+            f"{type(model).__name__}: the HF tensors in {next(iter(wrong))} do not cover each of its elements exactly "
+            "once"
+        )
     for name, param in adapters.items():
         changed = adapted_parameter(name)
         found = _adapter_boxes(boxes.get(changed, ()), tuple(weights[changed].shape), name, tuple(param.shape))
@@ -185,23 +185,6 @@ def _adapter_boxes(whole: Sequence[HFBox], weight: tuple[int, ...], name: str, s
         else:
             found.append(HFBox(own, (rank, weight[-1]), (*above, row // out * rank, 0), axes))
     return found
-
-
-def _covered_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes cover each element of the shape exactly once. Counts on the grid of all box edges, since an MoE
-    layer has too many boxes to intersect in pairs."""
-    edges = [
-        np.unique([0, size, *(edge for start, n in boxes for edge in (start[dim], start[dim] + n[dim]))])
-        for dim, size in enumerate(shape)
-    ]
-    counts = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.int64)
-    for start, sizes in boxes:
-        cells = tuple(
-            slice(int(np.searchsorted(cuts, low)), int(np.searchsorted(cuts, low + n)))
-            for cuts, low, n in zip(edges, start, sizes, strict=True)
-        )
-        counts[cells] += 1
-    return bool((counts == 1).all())
 
 
 def local_chunks(

@@ -107,7 +107,7 @@ def _padded(
         return q.new_zeros(*q.shape[:2], v.shape[2])
     if q.is_cuda and k.shape[1] != q.shape[1]:
         # The memory-efficient kernel cannot group heads; the kernel that can would hold all [L, L] scores.
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if gather is not None:
         q, k, v = q.index_select(0, gather), k.index_select(0, gather), v.index_select(0, gather)
     cells = [rows * length for rows, length in layout.shapes]
@@ -122,11 +122,7 @@ def _padded(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
     if softcap is None:
-        seen = None if window is None else _seen(q.shape[2], window, q.device)
-        grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
-        )
+        return _sdpa(q, k, v, None if window is None else _seen(q.shape[2], window, q.device), scale)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scale / softcap))
     weights = scores.masked_fill(~_seen(q.shape[2], window, q.device), -torch.inf).softmax(-1, dtype=torch.float32)
@@ -143,19 +139,18 @@ def _attend_with_sink(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: 
     if window is not None:
         seen = _seen(q.shape[2], window, q.device)
         seen[:, 0] = True
-    grouped = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
-    return out[:, :, 1:]
+    return _sdpa(q, k, v, seen, scale)[:, :, 1:]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    causal, grouped = seen is None, q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
     """Which keys [L, L] each query sees."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
-
-
-def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 @torch.library.custom_op(

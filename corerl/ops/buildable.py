@@ -1,4 +1,4 @@
-"""Why Triton cannot build a kernel on this machine."""
+"""Why Triton cannot build a kernel on this machine. Specs of plugins ask this too, so nothing here loads torch."""
 
 from __future__ import annotations
 

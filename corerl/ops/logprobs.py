@@ -138,14 +138,8 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = RowSums(*(torch.cat(each) for each in zip(*parts, strict=True)))
         if shard.group is not None and len(hidden):
             sums = _over_ranks(sums, mine, shard.group)
-        log_total = sums.total.log()
-        entropy = log_total - sums.spread / sums.total if with_entropy else torch.zeros_like(log_total)
-        ctx.save_for_backward(hidden, weight, bias, targets, sums.peak + log_total, entropy)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)  # an entropy that is only a metric costs no gradient
-        return (sums.chosen - sums.peak[:, None]) - log_total[:, None], entropy
+        return _results(ctx, sums, hidden, weight, bias, targets, with_entropy=with_entropy)
 
     @staticmethod
     @once_differentiable
@@ -184,14 +178,8 @@ class _LogitLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, real: int
     ) -> tuple[Tensor, Tensor]:
         sums = row_sums(logits, targets, temperature=temperature, real=real, with_spread=with_entropy)
-        log_total = sums.total.log()
-        entropy = log_total - sums.spread / sums.total if with_entropy else torch.zeros_like(log_total)
-        ctx.save_for_backward(logits, targets, sums.peak + log_total, entropy)
         ctx.temperature, ctx.real = temperature, real
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)
-        return (sums.chosen - sums.peak[:, None]) - log_total[:, None], entropy
+        return _results(ctx, sums, logits, targets, with_entropy=with_entropy)
 
     @staticmethod
     @once_differentiable
@@ -207,6 +195,17 @@ class _LogitLogprobs(torch.autograd.Function):
             real=ctx.real,
         )
         return d_z, None, None, None, None
+
+
+def _results(ctx: Any, sums: RowSums, *kept: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy, for whose gradient `kept` is kept, and normalizer and entropy behind it."""
+    log_total = sums.total.log()
+    entropy = log_total - sums.spread / sums.total if with_entropy else torch.zeros_like(log_total)
+    ctx.save_for_backward(*kept, sums.peak + log_total, entropy)
+    if not with_entropy:
+        ctx.mark_non_differentiable(entropy)
+    ctx.set_materialize_grads(False)  # an entropy that is only a metric costs no gradient
+    return (sums.chosen - sums.peak[:, None]) - log_total[:, None], entropy
 
 
 def _slopes(

@@ -54,21 +54,6 @@ def hash_key(*parts: int) -> int:
     return int(hash_keys(*parts)[0])
 
 
-def _bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """64 random bits for each (key, counter), broadcast against each other."""
-    return mix(mix(keys) + (counters + 1) * GAMMA)
-
-
-def _unit(bits: torch.Tensor) -> torch.Tensor:
-    """Random bits as float64 in (0, 1): 52 bits plus one half, so that neither end is ever reached."""
-    return (((bits >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
-
-
-def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """[R, C] float64 in (0, 1) for keys [R] and counters [C], or [R, C], int64 on one device."""
-    return _unit(_bits(keys[:, None], counters))
-
-
 def gumbel(keys: torch.Tensor, position: int | torch.Tensor, vocab: int) -> torch.Tensor:
     """[R, V] float32 standard Gumbel noise for the token at `position`, one number or [R], in each row.
 
@@ -77,17 +62,18 @@ def gumbel(keys: torch.Tensor, position: int | torch.Tensor, vocab: int) -> torc
     first = torch.as_tensor(position, device=keys.device).reshape(-1, 1) * vocab
     counters = first + torch.arange(vocab, device=keys.device)
     # In float64, since float32 would cut the tail at 2^-24; in place, since [R, V] is sampling's largest tensor.
-    return uniform(keys, counters).log_().neg_().log_().neg_().float()
+    return unit(keys[:, None], counters).log_().neg_().log_().neg_().float()
 
 
-def unit(key: int, counters: torch.Tensor) -> torch.Tensor:
-    """Uniform float64 in (0, 1) in the shape of `counters` (int64)."""
-    return _unit(_bits(torch.full((), key, dtype=torch.int64, device=counters.device), counters))
+def unit(keys: int | torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Uniform float64 in (0, 1) for each (key, counter), int64 on one device, broadcast against each other. They are 52
+    random bits plus one half, so that neither end is ever reached."""
+    bits = mix(mix(torch.as_tensor(keys, device=counters.device)) + (counters + 1) * GAMMA)
+    return (((bits >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 
 def normal(key: int, counters: torch.Tensor) -> torch.Tensor:
     """Standard normal float32 in the shape of `counters` (int64), by Box & Muller (1958)."""
-    keys = torch.full((), key, dtype=torch.int64, device=counters.device)
-    radius = (-2.0 * _unit(_bits(keys, 2 * counters)).log()).sqrt()
-    angle = (2.0 * math.pi) * _unit(_bits(keys, 2 * counters + 1))
+    radius = (-2.0 * unit(key, 2 * counters).log()).sqrt()
+    angle = (2.0 * math.pi) * unit(key, 2 * counters + 1)
     return (radius * angle.cos()).float()

@@ -92,18 +92,9 @@ class PackedSequences:
         )
 
     def sharing(self, shared: IntArray) -> PackedSequences:
-        """The layout in which the first `shared` [S] tokens of each sequence are those of the one before it, and go
-        through the model once.
-
-        Raises ValueError if a sequence shares more tokens than it or the one before it has.
-        """
+        """The layout in which the first `shared` [S] tokens of each sequence, which are those of the one before it, go
+        through the model once."""
         device, lengths = self.cu_seqlens.device, np.diff(self.bounds)
-        most = np.minimum(lengths, [0, *lengths[:-1]])
-        if len(shared) != len(lengths) or (shared < 0).any() or (shared > most).any():
-            raise ValueError(
-                f"sequences of {lengths.tolist()} tokens share {shared.tolist()} with those before them, expected at "
-                f"most {most.tolist()}"
-            )
         kept = offsets_of(lengths - shared)
         place = np.empty(self.tokens, np.int64)
         before = 0

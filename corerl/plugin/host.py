@@ -154,9 +154,6 @@ class PluginHost:
         self._has_gradients = False  # gradients are there, of a step that is not taken yet
         self._complete = False  # and no more are to come
 
-    def __reduce__(self) -> NoReturn:
-        raise ContractError("a PluginHost cannot be pickled; build it inside the worker from the plugin's name")
-
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:

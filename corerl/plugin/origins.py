@@ -65,12 +65,21 @@ def plugins_here(named: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     return [asdict(each) for each in found]
 
 
-def require_same(driver: Sequence[Origin], *plugins: tuple[Kind, Loaded]) -> None:
-    """Raise PluginIncompatible if this process has loaded another CoreRL or other plugins than the driver. Called in
-    each process of a run."""
+def load_same(driver: Sequence[Origin], *named: tuple[Kind, str]) -> list[Loaded]:
+    """Load the plugins of a run in one of its processes, those without a name left out. Raises PluginError if this
+    machine cannot load what the driver could, PluginIncompatible if CoreRL or a plugin is another here."""
+    plugins: list[tuple[Kind, Loaded]] = []
+    for kind, name in named:
+        try:
+            plugins += [(kind, load(kind, name))] if name else []
+        except PluginError as error:
+            raise type(error)(
+                f"{error.message}; the driver could load this {kind.noun}, so install it on every node"
+            ) from error
     found = [text for there, here in zip(driver, origins_of(*plugins), strict=True) if (text := there.against(here))]
     if found:
         raise PluginIncompatible(f"{'; '.join(found)}; install the same corerl and the same plugins on every node")
+    return [loaded for _, loaded in plugins]
 
 
 # ---- requirements, which pip only compares when it installs ---------------------------------------------------------

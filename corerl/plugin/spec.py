@@ -386,13 +386,10 @@ def check_library(
 
 
 def version_numbers(text: str) -> Version:
-    """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0), 0.17.0rc1 is (0, 17)."""
-    numbers = []
-    for part in text.partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    """The numbers of a version: 2.13.0+cpu is (2, 13, 0), and 0.17.0rc1 (0, 17, 0), as its release will be."""
+    from packaging.version import Version  # slow to import, as above
+
+    return Version(text).release
 
 
 def check_nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:

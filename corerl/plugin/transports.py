@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import TransportSpec
@@ -23,20 +23,23 @@ def transport_named(name: str) -> TransportSpec:
 def open_sender(address: Address, *, rank: int = 0, lost: Mapping[str, str] | None = None) -> WeightSender:
     """The sender for the trainer's `rank`. It connects at the first `open`; keep it for all updates, then close it.
     Engines that fail get an entry in `lost` (engine -> why), and are waited for no more."""
-    loaded = load(Kind.TRANSPORTS, address.transport)
-    sender: WeightSender = load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.sender)(address, rank, lost)
+    sender: WeightSender = _end(address, "sender")(address, rank, lost)
     return sender
 
 
 def open_receiver(address: Address, *, index: int) -> Receiver:
     """The receiver `index`, of engine `address.engines[index]`. It connects at the first update; keep it for all."""
-    loaded = load(Kind.TRANSPORTS, address.transport)
-    receiver: Receiver = load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.receiver)(address, index)
+    receiver: Receiver = _end(address, "receiver")(address, index)
     return receiver
 
 
 def abandon(address: Address) -> None:
     """End the receivers' wait for a sender that has failed or ended, where they do not notice that themselves."""
+    if transport_named(address.transport).abandon:
+        _end(address, "abandon")(address)
+
+
+def _end(address: Address, name: str) -> Any:
+    """What the spec of the address's transport names so."""
     loaded = load(Kind.TRANSPORTS, address.transport)
-    if loaded.spec.abandon:
-        load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.abandon)(address)
+    return load_implementation(Kind.TRANSPORTS, loaded, getattr(loaded.spec, name))

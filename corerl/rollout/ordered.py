@@ -41,7 +41,7 @@ class OrderedRollouts(SampledRollouts):
             prompts=np.array([task.number for task in fresh]),
             of=len(self._in_flight),
             batch=Rollout.concatenate([task.rollout for task in fresh]).batch,
-            rewards=np.concatenate([task.rewards for task in fresh]),
+            rewards=np.concatenate([task.scores.rewards for task in fresh]),
         )
 
     def _start(self) -> None:

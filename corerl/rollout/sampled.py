@@ -18,7 +18,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import RewardError
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_share
-from corerl.rollout.scoring import AsyncScorer, Scores, add_parts, joined_values
+from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
 from corerl.rollout.source import Source
 from corerl.types import BoolArray, FloatArray, IntArray, OnProgress
 
@@ -54,11 +54,8 @@ class PromptTask:
     rollout: Rollout = field(init=False)
     seconds: float = field(init=False)
     # Set once it is scored:
-    rewards: FloatArray = field(init=False)  # [B]
-    failed: BoolArray = field(init=False)  # [B] True where scoring failed
+    scores: Scores = field(init=False)  # whose failures and parts are of all that was scored with it
     useful: BoolArray = field(init=False)  # [P] False where dynamic sampling wants another prompt
-    first_failure: str = ""  # of the call that scored it
-    values: Mapping[str, FloatArray] = field(factory=dict)  # [B] of each part of the reward; NaN without it
 
     def on_tokens(self, generation: Generation) -> None:
         if len(generation.tokens):
@@ -193,16 +190,12 @@ class SampledRollouts(Source):
             self._scores.append(scores)
             deciding = scores.rewards if self.refill is None else self.refill.deciding(scores)
             ends = np.cumsum([len(task.rollout.batch) for task in tasks])[:-1]
-            split = (np.split(each, ends) for each in (scores.rewards, scores.failed, deciding))
-            values = {name: iter(np.split(each, ends)) for name, each in scores.values.items()}
-            for task, rewards, failed, decides in zip(tasks, *split, strict=True):
-                task.rewards, task.failed, task.first_failure = rewards, failed, scores.first
-                task.values = {name: next(each) for name, each in values.items()}
-                task.useful = np.ones(len(task.prompts), np.bool_)
+            for task, rows in zip(tasks, np.split(np.arange(len(scores.rewards)), ends), strict=True):
+                task.scores, task.useful = scores.take_rows(rows), np.ones(len(task.prompts), np.bool_)
                 if self.refill is not None:
-                    rows, peers = task.rollout.batch.row_columns, task.rollout.batch.peers
-                    teaches = self.refill.useful(decides, peers)[peers]
-                    task.useful = np.bincount(rows["group"], weights=teaches) > 0  # in one of its roles
+                    group, peers = task.rollout.batch.row_columns["group"], task.rollout.batch.peers
+                    teaches = self.refill.useful(deciding[rows], peers)[peers]
+                    task.useful = np.bincount(group, weights=teaches) > 0  # in one of its roles
                 if task in self._in_flight.values():  # else it was discarded meanwhile
                     self._keep(task)
             self._changed.set()
@@ -225,22 +218,22 @@ class SampledRollouts(Source):
         """The step that these tasks make; its failures and parts are of all that was scored since the last one. Raises
         RewardError if every sample failed to score."""
         first = next((scores.first for scores in self._scores if scores.first), "")
-        if all(task.failed.all() for task in tasks):
-            why = next((task.first_failure for task in tasks if task.first_failure), first)
+        if all(task.scores.failed.all() for task in tasks):
+            why = next((task.scores.first for task in tasks if task.scores.first), first)
             count = sum(len(task.request) for task in tasks)
             raise RewardError(why + (f"; all {count} samples failed" if count > 1 else ""))
         rollout = Rollout.concatenate([task.rollout for task in tasks])
         scored = ScoredRollout(
             step=self._step,
             rollout=rollout,
-            rewards=np.concatenate([task.rewards for task in tasks]),
+            rewards=np.concatenate([task.scores.rewards for task in tasks]),
             exact_match=exact_share(rollout),
             seconds=seconds or {},
             failures=dict(sum((Counter(scores.failures) for scores in self._scores), Counter[str]())),
             first_failure=first,
             counts=counts,
             parts=add_parts(*(scores.parts for scores in self._scores)),
-            values=joined_values([(task.values, len(task.rewards)) for task in tasks]),
+            values=Scores.joined_values([task.scores for task in tasks]),
         )
         for task in tasks:
             self._in_flight.pop(task.number, None)

@@ -34,15 +34,6 @@ def add_parts(*sums: PartSums) -> PartSums:
     return total
 
 
-def joined_values(batches: Sequence[tuple[Mapping[str, FloatArray], int]]) -> dict[str, FloatArray]:
-    """[B] each part of several batches in a row, each with its number of rows; NaN where a batch lacks the part."""
-    names = dict.fromkeys(name for values, _ in batches for name in values)
-    return {
-        name: np.concatenate([values.get(name, np.full(rows, np.nan, np.float32)) for values, rows in batches])
-        for name in names
-    }
-
-
 @frozen(kw_only=True)
 class Scores:
     """The rewards of a rollout's samples, and which of them failed."""
@@ -77,6 +68,14 @@ class Scores:
         """Those of these rows; failures and parts are counted as before."""
         values = {name: each[rows] for name, each in self.values.items()}
         return evolve(self, rewards=self.rewards[rows], failed=self.failed[rows], values=values)
+
+    @staticmethod
+    def joined_values(batches: Sequence[Scores]) -> dict[str, FloatArray]:
+        """[B] each part of several batches in a row; NaN where a batch lacks the part."""
+        return {
+            name: np.concatenate([each.values.get(name, np.full_like(each.rewards, np.nan)) for each in batches])
+            for name in dict.fromkeys(name for each in batches for name in each.values)
+        }
 
     def part(self, name: str, *, setting: str) -> FloatArray:
         """[B] the part that `setting` names, but the reward of samples that lack it, such as failed ones; "" is the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -15,15 +15,14 @@ from attrs import define, evolve, frozen
 
 from corerl.backend import Backend
 from corerl.data.packing import StepShare, pack
-from corerl.errors import PluginError
 from corerl.memory.device import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_extensions
-from corerl.plugin.origins import require_same
+from corerl.plugin.origins import load_same
 from corerl.plugin.pictures import picture_inputs
-from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
+from corerl.plugin.registry import Kind, load_implementation, options_of
 from corerl.plugin.spec import Process
 from corerl.plugin.transports import open_sender, transport_named
 from corerl.types import (
@@ -32,17 +31,13 @@ from corerl.types import (
     GradientResult,
     InitResult,
     LossSpec,
-    MemoryKind,
     MicroBatch,
     Output,
     PackedBatch,
     SampleBatch,
-    SaveResult,
-    SleepResult,
     Step,
     TrainResult,
     UpdateResult,
-    WakeResult,
     merge_metrics,
 )
 from corerl.weights.manifest import Manifest
@@ -78,14 +73,13 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self.context = assignment.context
-        loaded = self._load(Kind.BACKENDS, assignment.backend)
-        extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
-        plugins = [(Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]]
-        if assignment.transport:
-            plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
-        if reader := assignment.config.model.pictures:
-            plugins.append((Kind.PICTURES, self._load(Kind.PICTURES, reader)))
-        require_same(assignment.origins, *plugins)
+        loaded, *_ = load_same(
+            assignment.origins,
+            (Kind.BACKENDS, assignment.backend),
+            *((Kind.EXTENSIONS, choice.name) for choice in assignment.extensions),
+            (Kind.TRANSPORTS, assignment.transport),
+            (Kind.PICTURES, assignment.config.model.pictures),
+        )
         options = options_of(loaded, assignment.config.options, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
@@ -97,6 +91,7 @@ class Worker:
             context=self.context,
             capabilities=loaded.spec.capabilities,
         )
+        self.save, self.sleep, self.wake_up = self.host.save, self.host.sleep, self.host.wake_up
         self.sender: WeightSender | None = None
         self._lost: dict[str, dict[str, str]] = {}  # token of an address -> engine -> why it has failed
         self._owns_process_group = False
@@ -227,17 +222,8 @@ class Worker:
         more."""
         self._lost.setdefault(token, {})[engine] = reason
 
-    def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        return self.host.save(path=path, step=step, background=background)
-
     def saved(self, wait: bool, memory: bool = False) -> bool:
         return self.backend.saved(wait, memory=memory)
-
-    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        return self.host.sleep(kinds=kinds)
-
-    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
-        return self.host.wake_up(kinds=kinds)
 
     def clear_memory(self) -> None:
         """Give unused cached memory back to the device."""
@@ -257,15 +243,6 @@ class Worker:
             self.backend.drop_snapshot(name)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
-
-    def _load(self, kind: Kind, name: str) -> Loaded:
-        """Load a plugin. Raises PluginError if this machine cannot load what the driver could."""
-        try:
-            return load(kind, name)
-        except PluginError as error:
-            raise type(error)(
-                f"{error.message}; the driver could load this {kind.noun}, so install it on every node"
-            ) from error
 
     @property
     def _routes(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from attrs import asdict, define, field, frozen
+from attrs import define, field, frozen
 
 from corerl.errors import ContractError
 from corerl.weights.chunks import Box, Chunk, holes, within
@@ -21,16 +21,6 @@ NamedBox: TypeAlias = tuple[str, Shape, Box]  # a tensor's name and whole shape,
 # If all ranks receive, and padding all shares to equal size would take more than this many buckets of memory (as with
 # pipeline stages, where one rank holds the whole bucket), the shares are broadcast one by one, without padding.
 PADDED_BUCKETS = 2
-
-
-@frozen(kw_only=True)
-class Held:
-    """What one rank reports of its chunks to the others."""
-
-    boxes: list[NamedBox]  # that it sends
-    fault: str  # what is wrong with the chunks; "" if nothing
-    whole: int  # how many tensors it holds whole, if it holds nothing else; otherwise 0
-    copies: list[str]  # tensors of which it holds replicas
 
 
 @frozen
@@ -89,25 +79,20 @@ class GatherPlan:
         boxes: list[NamedBox] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
         sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
         # A rank with faulty chunks reports them instead of raising alone, since the others would wait for it.
-        mine = Held(
-            boxes=[boxes[position] for position in sent],
-            fault=_fault(chunks),
-            whole=_whole(boxes),
-            copies=sorted({chunk.name for chunk in chunks if chunk.replica}),
-        )
-        rank, ranks = 0, [mine]
-        if group is not None:
-            rank = dist.get_rank(group)
-            ranks = [_held(**each) for each in gather_plain(asdict(mine, recurse=False), group)]
-        for other, held in enumerate(ranks):
-            if held.fault:
-                raise ContractError(f"the chunks of rank {other} are wrong: {held.fault}")
-        by_rank = [held.boxes for held in ranks]
+        copies = sorted({chunk.name for chunk in chunks if chunk.replica})
+        mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in sent])
+        rank = 0 if group is None else dist.get_rank(group)
+        faults, wholes, copied, boxes_of = zip(*([mine] if group is None else gather_plain(mine, group)), strict=True)
+        for other, fault in enumerate(faults):
+            if fault:
+                raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
+        by_rank = [[_tuples(box) for box in each] for each in boxes_of]
         shapes = _checked_shapes(by_rank)
-        senders = first_of_stages([{*held.copies, *(name for name, _, _ in held.boxes)} for held in ranks])
-        local = all(held.whole == len(shapes) for held in ranks)
+        names = ((name for name, _, _ in each) for each in by_rank)
+        senders = first_of_stages([{*own, *others} for own, others in zip(names, copied, strict=True)])
+        local = all(whole == len(shapes) for whole in wholes)
         if local:
-            by_rank = [boxes if other == rank else [] for other in range(len(ranks))]
+            by_rank = [boxes if other == rank else [] for other in range(len(by_rank))]
             sent = list(range(len(chunks)))
         return cls(shapes=shapes, senders=senders, boxes=by_rank, sent=sent, group=group, rank=rank, local=local)
 
@@ -255,7 +240,7 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 
 def _whole(boxes: Sequence[NamedBox]) -> int:
-    """The number of tensors, if these boxes cover each exactly once; otherwise 0."""
+    """How many tensors a rank holds whole, if these boxes are all that it holds and cover each exactly once; else 0."""
     shapes = {name: shape for name, shape, _ in boxes}
     return 0 if holes(shapes, ((name, box) for name, _, box in boxes)) else len(shapes)
 
@@ -294,10 +279,10 @@ def _checked_shapes(by_rank: list[list[NamedBox]]) -> list[tuple[str, Shape]]:
     return list(shapes.items())
 
 
-def _held(boxes: Sequence[Any], **others: Any) -> Held:
-    """What another rank reported, from JSON."""
-    named = [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in boxes]
-    return Held(boxes=named, **others)
+def _tuples(box: Any) -> NamedBox:
+    """A box that was JSON."""
+    name, shape, (offsets, sizes) = box
+    return name, tuple(shape), (tuple(offsets), tuple(sizes))
 
 
 def gather_plain(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -106,7 +106,7 @@ def test_a_failure_reaches_all_requests_of_the_call() -> None:
         tasks = [begin(batcher.generate(rows(number, 1), number=number)) for number in range(3)]
         await settled()
         engine.dead = True
-        batcher.hand_back_all()
+        batcher.hand_back()
         await engine.answer(0)
         assert [drawn(task) for task in tasks] == [None] * 3 and engine.calls == [[0]]
 

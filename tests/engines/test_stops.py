@@ -20,6 +20,8 @@ from corerl.engines.service import EngineAssignment, EngineService
 from corerl.engines.stops import Stops, stops_of, until_stop
 from corerl.models.tokenizer import character_tokenizer
 from corerl.ops.noise import hash_keys
+from corerl.plugin.origins import origins_of
+from corerl.plugin.registry import Kind, load
 from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
 from corerl_transformers.engine import TransformersEngine
@@ -203,14 +205,12 @@ def test_only_the_current_answer_is_searched_for_stop_texts(engines: dict[str, E
 def test_the_engines_process_finds_stop_texts_by_the_tokenizer(tmp_path: Path) -> None:
     assignment = EngineAssignment(
         engine="fake",
-        origins=(),
+        origins=origins_of((Kind.ENGINES, load(Kind.ENGINES, "fake"))),
         model=ModelConfig(tokenizer="characters:0123456789>s", config={"model_type": "qwen3"}),
         options={},
         context=context(),
     )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("corerl.engines.service.require_same", lambda *_: None)
-        service: Any = EngineService(assignment)
+    service: Any = EngineService(assignment)
     update([service.engine], {"w": torch.ones(2)}, version=1, path=tmp_path)
     asked, stop = request(24), ("12", "7")
     found = service.generate(evolve(asked, params=evolve(asked.params, stop=stop)))

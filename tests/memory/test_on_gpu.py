@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from corerl.memory.device import empty_cache, held_on, lone_rank_options
-from corerl.memory.pool import PinnedPool
+from corerl.memory.pool import CudaPinning, PinnedPool
 from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind
-from corerl.weights.pinning import CudaPinning
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -59,7 +58,7 @@ def test_state_comes_back_bit_for_bit_after_unfinished_kernels(device: torch.dev
             for tensor, wanted in zip(held, expected, strict=True):
                 tensor.copy_(wanted)
         assert sleeper.release(MemoryKind.OPTIMIZER, held) == sum(SIZES)
-        assert (resident_bytes(held), sleeper.refusal) == (0, "")
+        assert (resident_bytes(held), sleeper.host.refusal) == (0, "")
         torch.full((2**28,), 7, dtype=torch.uint8, device=device)  # someone else writes to that memory
         assert sleeper.restore(MemoryKind.OPTIMIZER) == sum(SIZES)
         assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from corerl.models.build import materialize, stored_buffers
-from corerl.models.layouts import make_policy
-from corerl.models.policy import Policy
+from corerl.models.layouts import Policy, make_policy
 from corerl.ops.packing import PackedSequences
 from corerl.types import Output
 from corerl_testing import smallest_config

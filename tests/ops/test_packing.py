@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.ops.packing import PackedSequences, upload
+from corerl.ops.packing import upload
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -17,9 +17,3 @@ def test_the_host_does_not_wait_for_what_the_device_has_to_do_before() -> None:
     there = upload(np.ones(2**20, np.float32), "cuda")
     assert not done.query()
     assert float(there.sum()) == 2**20
-
-
-@pytest.mark.parametrize("shared", [[0, 5, 0], [1, 0, 0], [0, -1, 0], [0, 0]])
-def test_a_sequence_shares_at_most_what_both_have(shared: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"sequences of \[4, 6, 3\] tokens share"):
-        PackedSequences.of(np.array([0, 4, 10, 13]), "cpu").sharing(np.array(shared))

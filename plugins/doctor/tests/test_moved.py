@@ -56,6 +56,7 @@ def test_an_old_backend_is_refused_with_the_page_of_changes(mine: Path) -> None:
 
 ADAMW = ("from corerl.backend.adamw import", "from corerl.backend import")
 POLICY = ("from corerl.models.policy import CausalPolicy\n", "")
+EVENTS = ("from corerl.models.policy import CausalPolicy", "from corerl.plugin.events import Shown")
 CONTEXT = ("from corerl.plugin.context import", "from corerl.plugin import")
 NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere import")
 
@@ -64,7 +65,8 @@ NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere impor
     ("fixed", "said"),
     [
         ([], "; corerl.backend.adamw is corerl.backend: adamw, moments, set_adam_step, set_lr"),
-        ([ADAMW], "; corerl.models.policy.CausalPolicy is corerl.models: make_policy(config, ...), which builds its"),
+        ([ADAMW], "; corerl.models.policy is corerl.models: Policy, make_policy(config, ...), which builds its model"),
+        ([ADAMW, EVENTS], "; corerl.plugin.events.Shown is corerl.plugin: SampleShown"),
         (
             [ADAMW, POLICY, NOWHERE],
             "'corerl.models.nowhere'; docs/versioning.md and `corerl doctor` say what has moved",
@@ -77,7 +79,7 @@ NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere impor
             ),
         ),
     ],
-    ids=["module", "name", "never there", "method"],
+    ids=["module", "another module", "name", "never there", "method"],
 )
 def test_what_an_old_backend_lacks_is_named_with_its_replacement(
     mine: Path, fixed: list[tuple[str, str]], said: str
