@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import threading
+import tomllib
 import traceback
 import types
 import warnings
@@ -143,12 +144,19 @@ def preload() -> None:
 
 
 def warm_up() -> None:
-    """Start a rank of a small model: the first one of a process takes 0.1 s more than others."""
+    """Start a rank of a small model: the first one of a process takes 0.1 s more than others. What runs ask of their
+    model, it has answered: that takes each of their processes another 70 ms."""
+    from corerl.config import ModelConfig
+    from corerl.models import choose_layout, hf_config, meta_model, unread_parameters
     from corerl_testing.harness import Setup, start
     from corerl_testing.models import tiny_fields
+    from tests.end_to_end.small import SMALL
 
     worker, _ = start(Setup(backend="plain", model="", fields=tiny_fields("qwen3")))
     worker.shutdown("warm")
+    model = meta_model(hf_config(ModelConfig(config=tomllib.loads(SMALL)["model"]["config"])))
+    choose_layout(model, "auto")
+    unread_parameters(model)
 
 
 def keep() -> None:
