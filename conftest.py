@@ -1,5 +1,6 @@
 """What tests of core and of plugins share."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -28,7 +29,7 @@ pytest_plugins = ["corerl_testing.plugin"]
 pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
-STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
+STARTING = {"forked_python", "forked_servers", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
 OF_VARIANTS = {"C18", "C43"}  # and FOUNDATION: a resumed run, and sleep
 # How a group ends, what the processes of ranks get, how engines are sent weights under Ray (what each backend sends is
 # C21), how a save is committed: all of it core's, which one backend of several ranks shows.
@@ -161,14 +162,30 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ["CORERL_TEST_FORKS"])
 
 
-@pytest.fixture
-def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python programs that the test starts by module or code are forked, and so are those that these start."""
+@contextlib.contextmanager
+def forking_python() -> Iterator[None]:
+    """Python programs that are started by module or code are forked, and so are those that these start."""
     from tests.forks import client
 
     client.connect().close()  # programs take the server to be there
-    monkeypatch.setenv(server.FORK_PYTHON, "1")
-    monkeypatch.setattr(subprocess.Popen, "__init__", server.forking(subprocess.Popen.__init__))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(server.FORK_PYTHON, "1")
+        patch.setattr(subprocess.Popen, "__init__", server.forking(subprocess.Popen.__init__))
+        yield
+
+
+@pytest.fixture
+def forked_python() -> Iterator[None]:
+    """In this test."""
+    with forking_python():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """In this module."""
+    with forking_python():
+        yield
 
 
 @pytest.fixture(scope="module")
