@@ -29,7 +29,10 @@ pytest_plugins = ["corerl_testing.plugin"]
 pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
-STARTING = {"forked_python", "forked_servers", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
+STARTING = {
+    *("forked_python", "forked_servers", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray"),
+    "uninterrupted",
+}
 OF_VARIANTS = {"C18", "C43"}  # and FOUNDATION: a resumed run, and sleep
 # How a group ends, what the processes of ranks get, how engines are sent weights under Ray (what each backend sends is
 # C21), how a save is committed: all of it core's, which one backend of several ranks shows.
