@@ -28,31 +28,32 @@ OOM_SCORE = "/proc/self/oom_score_adj"
 PATIENCE_SECONDS = 30.0  # with a server that still imports: Ray gives a worker 60 until it registers
 STREAMS = 3  # file descriptors of a request: those of stdin, stdout and stderr
 
-_command = ""  # by which Ray starts workers, while there is a server
-_environment: Mapping[str, str] = {}  # of the server
 
+class Forks:
+    """How workers start while there is a server."""
 
-def worker_command(environment: Mapping[str, str]) -> str:
-    """What Ray shall run in place of Python for a worker with these variables; "" for Python itself. Libraries read
-    variables as they are imported, so the server must have the same."""
-    return _command if environment.items() <= _environment.items() else ""
+    def __init__(self, command: str, environment: Mapping[str, str]) -> None:
+        """`environment` is the server's."""
+        self._command, self._environment = command, environment
+
+    def command(self, environment: Mapping[str, str]) -> str:
+        """What Ray shall run in place of Python for a worker with these variables; "" for Python itself. Libraries read
+        variables as they are imported, so the server must have the same."""
+        return self._command if environment.items() <= self._environment.items() else ""
 
 
 @contextlib.contextmanager
-def fork_server(modules: Collection[str], environment: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, workers of this environment are forked from a process that has imported the modules; those
-    that it cannot import are left to the workers. Without an effect if there are none, and on systems other than
-    Linux."""
-    global _command, _environment
+def fork_server(modules: Collection[str], environment: Mapping[str, str]) -> Iterator[Forks | None]:
+    """While the block runs, workers of this environment can be forked from a process that has imported the modules;
+    those that it cannot import are left to the workers. None if there are no modules, on systems other than Linux, and
+    where the server cannot be reached."""
     with contextlib.ExitStack() as stack:
+        forks: Forks | None = None
         if modules and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # such as a path too long for a socket: workers start as usual
-                _command = _start(modules, {**os.environ, **environment}, stack)
-                _environment = {**os.environ, **environment}
-        try:
-            yield
-        finally:
-            _command = ""
+            own = {**os.environ, **environment}
+            with contextlib.suppress(OSError):  # such as a path too long for a socket
+                forks = Forks(_start(modules, own, stack), own)
+        yield forks
 
 
 def _start(modules: Iterable[str], environment: Mapping[str, str], stack: contextlib.ExitStack) -> str:

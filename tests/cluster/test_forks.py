@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from corerl.cluster.forks import fork_server, worker_command
+from corerl.cluster.forks import Forks, fork_server
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -34,9 +34,9 @@ sys.stdin.readline()
 """
 DRIVER = """
 import sys
-from corerl.cluster.forks import fork_server, worker_command
-with fork_server(["slow_library"], {}):
-    print(worker_command({}), flush=True)
+from corerl.cluster.forks import fork_server
+with fork_server(["slow_library"], {}) as forks:
+    print(forks.command({}), flush=True)
     sys.stdin.readline()
 """
 
@@ -47,6 +47,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path
+
+
+@contextlib.contextmanager
+def server(environment: Mapping[str, str], *modules: str) -> Iterator[Forks]:
+    with fork_server(modules or ["slow_library"], environment) as forks:
+        assert forks is not None
+        yield forks
 
 
 @contextlib.contextmanager
@@ -81,8 +88,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_forked_worker_is_as_python_would_start_it(files: Path) -> None:
-    with fork_server(["slow_library"], {"ITS": "1"}), started("", files, MINE="a b") as (_, usual):
-        with started(worker_command({"ITS": "1"}), files, MINE="a b") as (process, forked):
+    with server({"ITS": "1"}) as forks, started("", files, MINE="a b") as (_, usual):
+        with started(forks.command({"ITS": "1"}), files, MINE="a b") as (process, forked):
             own = ("pid", "parent", "imported", "group")
             assert {key: forked[key] for key in forked if key not in own} == {
                 key: usual[key] for key in usual if key not in own
@@ -97,7 +104,7 @@ def test_a_forked_worker_is_as_python_would_start_it(files: Path) -> None:
 
 
 def test_a_worker_is_killed_with_the_process_that_ray_has_started(files: Path) -> None:
-    with fork_server(["slow_library"], {}), started(worker_command({}), files) as (process, forked):
+    with server({}) as forks, started(forks.command({}), files) as (process, forked):
         process.kill()
         wait_until(ended(forked["pid"]))
 
@@ -110,38 +117,41 @@ def test_server_and_workers_end_with_the_driver(files: Path) -> None:
         wait_until(ended(forked["pid"]))
 
 
-def test_workers_start_as_usual_without_a_server(files: Path) -> None:
-    with fork_server([], {}):
-        command = worker_command({})
+def test_workers_start_as_usual_once_the_server_has_ended(files: Path) -> None:
+    with server({}) as forks:
+        command = forks.command({})
     with started(command, files) as (process, usual):
         assert usual["imported"] == usual["pid"] == process.pid
+
+
+def test_there_is_no_server_without_modules() -> None:
+    with fork_server([], {}) as forks:
+        assert forks is None
 
 
 def test_a_server_with_threads_forks_nobody(files: Path) -> None:
     code = "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
     (files / "slow_library.py").write_text(LIBRARY + code)
-    with fork_server(["slow_library"], {}), started(worker_command({}), files) as (process, usual):
+    with server({}) as forks, started(forks.command({}), files) as (process, usual):
         assert usual["imported"] == usual["pid"] == process.pid
 
 
 def test_a_module_that_cannot_be_imported_is_left_to_the_worker(files: Path) -> None:
-    with fork_server(["no_such_module", "slow_library"], {}), started(worker_command({}), files) as (_, forked):
+    with server({}, "no_such_module", "slow_library") as forks, started(forks.command({}), files) as (_, forked):
         assert forked["imported"] == forked["parent"]
 
 
 def test_only_workers_with_the_servers_variables_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INHERITED", "yes")
-    assert worker_command({}) == ""
-    with fork_server(["json"], {"ITS": "1"}):
-        assert worker_command({"ITS": "1", "INHERITED": "yes"}) != ""
-        assert worker_command({"ITS": "2"}) == worker_command({"INHERITED": "no"}) == worker_command({"MORE": ""}) == ""
-    assert worker_command({}) == ""
+    with server({"ITS": "1"}, "json") as forks:
+        assert forks.command({"ITS": "1", "INHERITED": "yes"}) != ""
+        assert forks.command({"ITS": "2"}) == forks.command({"INHERITED": "no"}) == forks.command({"MORE": ""}) == ""
 
 
 def test_a_directory_too_long_for_a_socket_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("long" * 30)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with fork_server(["json"], {}):
-        assert worker_command({}) == ""
+    with fork_server(["json"], {}) as forks:
+        assert forks is None
     assert list(deep.iterdir()) == []

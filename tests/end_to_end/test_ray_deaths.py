@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ SHORT = 3  # seconds
 SOON = f"import corerl.cluster.runtime as runtime; runtime.GCS_SECONDS = {SHORT}"
 
 
+def starters_of(processes: Mapping[int, str], title: str) -> list[str]:
+    """The command lines of the parents of those whose title begins so."""
+    started = [pid for pid, line in processes.items() if line.startswith(title)]
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in started]
+    return [processes[int(stat[1])] for stat in stats]
+
+
 @pytest.mark.parametrize("service", ["gcs_server", pytest.param("raylet", marks=pytest.mark.nightly)])
 def test_a_run_ends_within_a_minute_of_its_rays_death(service: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -30,6 +38,7 @@ def test_a_run_ends_within_a_minute_of_its_rays_death(service: str, tmp_path: Pa
     arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1", slow]
     with Command("train", *arguments, logs=tmp_path, own_ray=True, before=SOON) as run:
         run.until(lambda: steps_done(run_dir) >= 2, "in its third step")
+        assert {"corerl.cluster.forks" in line for line in starters_of(run.processes(), "ray::Process")} == {True}
         part = f"/{service}"
         (pid,) = (pid for pid, line in run.processes().items() if part in line.partition(" -")[0])
         os.kill(pid, signal.SIGKILL)
