@@ -32,6 +32,30 @@ seen |= {"oom": open("/proc/self/oom_score_adj").read()}
 print(json.dumps(seen), flush=True)
 sys.stdin.readline()
 """
+FAILING = """
+import errno
+fork = os.fork
+def fail():
+    os.fork = fork
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+os.fork = fail
+"""
+DYING = """
+import signal, time
+fork = os.fork
+def die():
+    server = os.getpid()
+    if fork():
+        time.sleep(1000)
+    with open(__file__.replace("slow_library.py", "forked"), "w") as file:
+        file.write(str(os.getpid()))
+    os.kill(server, signal.SIGKILL)
+    while os.getppid() == server:
+        time.sleep(0.001)
+    return 0
+os.fork = die
+"""
+HANDLES = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(7)); "
 DRIVER = """
 import sys
 from corerl.cluster.forks import fork_server
@@ -78,6 +102,11 @@ def ended(pid: object) -> Callable[[], bool]:
             return True
 
     return check
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -129,11 +158,47 @@ def test_there_is_no_server_without_modules() -> None:
         assert forks is None
 
 
-def test_a_server_with_threads_forks_nobody(files: Path) -> None:
-    code = "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
+def test_a_server_with_threads_says_so_and_forks_nobody(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "\nimport sys, threading, time\nprint('imported', file=sys.stderr)"
+    code += "\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
     (files / "slow_library.py").write_text(LIBRARY + code)
+    with server({}, "json", "slow_library") as forks, started(forks.command({}), files) as (process, usual):
+        assert usual["imported"] == usual["pid"] == process.pid
+    notes = [line for line in capfd.readouterr().err.splitlines() if line != "imported"]  # of the worker
+    assert [line.partition(", which ")[0] for line in notes] == [
+        "corerl: note: slow_library starts threads when it is imported"
+    ]
+
+
+def test_the_next_worker_is_forked_after_a_fork_that_failed(files: Path) -> None:
+    (files / "slow_library.py").write_text(LIBRARY + FAILING)
+    with server({}) as forks:
+        with started(forks.command({}), files) as (process, usual):
+            assert usual["imported"] == usual["pid"] == process.pid
+        with started(forks.command({}), files) as (_, forked):
+            assert forked["imported"] == forked["parent"]
+
+
+def test_a_worker_whose_server_ends_before_it_watches_it_ends_too(files: Path) -> None:
+    (files / "slow_library.py").write_text(LIBRARY + DYING)
     with server({}) as forks, started(forks.command({}), files) as (process, usual):
         assert usual["imported"] == usual["pid"] == process.pid
+        wait_until(ended((files / "forked").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
+def test_what_ray_has_started_ends_as_its_worker(number: signal.Signals, files: Path) -> None:
+    with server({}) as forks, started(forks.command({}), files) as (process, forked):
+        os.kill(int(str(forked["pid"])), number)
+        assert process.wait(paced(20.0)) == -number
+
+
+def test_signals_are_handed_on_to_a_worker(files: Path) -> None:
+    (files / "worker.py").write_text(WORKER.replace("print(", HANDLES + "print("))
+    with server({}) as forks, started(forks.command({}), files) as (process, _):
+        wait_until(lambda: catches(process.pid, signal.SIGTERM))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(paced(20.0)) == 7
 
 
 def test_a_module_that_cannot_be_imported_is_left_to_the_worker(files: Path) -> None:
