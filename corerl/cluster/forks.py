@@ -121,8 +121,9 @@ def import_all(modules: Iterable[str]) -> None:
     os.close(stderr)
     if threads():
         sys.exit(
-            f"corerl: note: {starting} starts threads when it is imported, which forked ranks and engines would lack; "
-            "each will import its modules by itself, which takes seconds. To avoid that, start the threads later"
+            f"corerl: note: {starting} starts threads when it is imported, which forked ranks and engines would lack, "
+            "so each of them imports its modules by itself, which takes seconds; start threads later, or set "
+            "OMP_NUM_THREADS to 1 if they are a math library's"
         )
 
 
