@@ -16,6 +16,7 @@ import gc
 import importlib
 import io
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -63,6 +64,8 @@ SELDOM = (10_000, 20, 100)  # when to look for garbage: in what tests import the
 
 def main(directory: Path, owner: int) -> dict[str, Any]:
     """Serve; returns only in a process that was forked, with its request."""
+    # Whoever has started it may have had others, such as a socket of gloo's, on which all that is forked would listen.
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     (directory / PROCESSES).mkdir()
     request, streams = forks.serve(socket.socket(fileno=0), owner, prepare)
