@@ -70,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
     config.pluginmanager.register(Unmarked())
     pool.TIMEOUT_SECONDS = machine.paced(pool.TIMEOUT_SECONDS)
+    pool.PRELOAD += server.BACKENDS  # else each rank imports them
 
 
 def pytest_report_header() -> str:
