@@ -1,5 +1,6 @@
 """What tests of core and of plugins share."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -28,24 +29,28 @@ pytest_plugins = ["corerl_testing.plugin"]
 pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
-STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
-OF_VARIANTS = {"C18", "C43"}  # and FOUNDATION: a resumed run, and sleep
+STARTING = {
+    *("forked_python", "forked_servers", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray"),
+    "uninterrupted",
+}
+# And FOUNDATION: a resumed run, and sleep, which is each rank's own and as on two ranks where a variant has more.
+OF_VARIANTS = {"C18", "C43"}
+SLEEP = "C43"
 # How a group ends, what the processes of ranks get, how engines are sent weights under Ray (what each backend sends is
 # C21), how a save is committed: all of it core's, which one backend of several ranks shows.
 OF_CORE = {"C19", "C28", "C36", "C37", "C38", "C39", "C40"}
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
-    "plugins/testing/tests/test_new_backend.py",
-    "plugins/testing/tests/test_broken.py",
-    "plugins/megatron/tests/test_lora.py",
     "plugins/deepspeed/tests/test_conformance.py",
-    "plugins/sglang/tests/test_engine.py",
-    "plugins/megatron/tests/test_conformance.py",
     "plugins/fsdp/tests/test_conformance.py",
-    "plugins/elastic/tests/test_resizing.py",
+    "plugins/testing/tests/test_broken.py",
+    "plugins/megatron/tests/test_conformance.py",
     "tests/end_to_end/test_resume.py",
-    "tests/rollout/test_reward_processes.py",
+    "plugins/testing/tests/test_new_backend.py",
     "tests/cluster/test_group.py",
+    "plugins/megatron/tests/test_lora.py",
+    "plugins/elastic/tests/test_resizing.py",
+    "tests/rollout/test_reward_processes.py",
 ]
 
 
@@ -65,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
     config.pluginmanager.register(Unmarked())
     pool.TIMEOUT_SECONDS = machine.paced(pool.TIMEOUT_SECONDS)
+    pool.PRELOAD += server.BACKENDS  # else each rank imports them
 
 
 def pytest_report_header() -> str:
@@ -93,8 +99,8 @@ def is_seen_elsewhere(item: pytest.Item) -> bool:
     if mark.args[0].id in OF_CORE and "plugins/fsdp/" not in item.nodeid:
         return True
     parameters = parameters_of(item)
-    if parameters.get("backend_variant") is not None:
-        return mark.args[0].id not in OF_VARIANTS
+    if (variant := parameters.get("backend_variant")) is not None:
+        return mark.args[0].id not in OF_VARIANTS or (mark.args[0].id == SLEEP and variant.ranks > 2)
     return parameters.get("world_size", 0) < max(mark.args[0].ranks) and "world_size" in parameters
 
 
@@ -161,14 +167,30 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ["CORERL_TEST_FORKS"])
 
 
-@pytest.fixture
-def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python programs that the test starts by module or code are forked, and so are those that these start."""
+@contextlib.contextmanager
+def forking_python() -> Iterator[None]:
+    """Python programs that are started by module or code are forked, and so are those that these start."""
     from tests.forks import client
 
     client.connect().close()  # programs take the server to be there
-    monkeypatch.setenv(server.FORK_PYTHON, "1")
-    monkeypatch.setattr(subprocess.Popen, "__init__", server.forking(subprocess.Popen.__init__))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(server.FORK_PYTHON, "1")
+        patch.setattr(subprocess.Popen, "__init__", server.forking(subprocess.Popen.__init__))
+        yield
+
+
+@pytest.fixture
+def forked_python() -> Iterator[None]:
+    """In this test."""
+    with forking_python():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """In this module."""
+    with forking_python():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,19 @@ has the parts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
+from corerl.checkpoint.commit import Faults
+from corerl.cluster.forks import Forks
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Run, Summary
 from corerl.plan.make import make_plan
+from corerl.plan.plan import Plan
 
 
 def training(run: Run) -> None:
@@ -66,11 +70,20 @@ LOOPS: Mapping[str, Callable[[Run], None]] = {
 }
 
 
-def train(config: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Summary:
+def train(
+    config: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = (), *, forks: Forks | None = None
+) -> Summary:
     """Do what `run.mode` of a config selects, from its start to its end. A mapping has the tables of a
-    TOML file, a path names one; `overrides` are as on the command line, such as "run.steps=10".
+    TOML file, a path names one; `overrides` are as on the command line, such as "run.steps=10". Its processes start
+    by `forks`, if it is given.
 
     Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
-    with launch(partial(make_plan, as_config(config, overrides))) as run:
+    config = as_config(config, overrides)
+
+    def planned(damaged: Faults) -> Plan:
+        plan = make_plan(config, damaged)
+        return evolve(plan, processes=plan.processes.started_by(forks))
+
+    with launch(planned) as run:
         LOOPS[run.plan.run.mode](run)
         return run.finish()

@@ -34,10 +34,10 @@ def run_train(args: argparse.Namespace) -> int:
 
     config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
     preload = preload_of(config)
-    with fork_server(preload.modules, preload.environment):
+    with fork_server(preload.modules, preload.environment) as forks:
         with uncollected():
             from corerl.loop import train
-        train(config)
+        train(config, forks=forks)
     return 0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 
 from attrs import field, frozen
 
+from corerl.cluster.forks import Forks
+
 
 @frozen(kw_only=True)
 class Placement:
@@ -16,6 +18,7 @@ class Placement:
     bundle: Mapping[str, float]  # resources of one bundle, by Ray's names
     widths: Mapping[str, int] = field(factory=dict)  # group -> bundles per process, if more than one
     separate: Collection[str] = ()  # groups that share their bundles with no other
+    forks: Forks | None = None  # how processes start; None: as Ray starts them
 
     def taken(self, name: str, place: int) -> range:
         """The bundles of group `name`'s process whose first bundle is `place`."""

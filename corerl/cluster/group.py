@@ -240,6 +240,7 @@ class RayGroup:
             environment={**self._environment, **slot.environment()},
             failure=self._failure,
             traced=self._watching.on_answer is not None,
+            forks=slot.forks,
         )
         return Member(name, actor, self._watching.patience)
 

@@ -301,7 +301,7 @@ class Watching:
 
 
 class Heartbeats:
-    """The heartbeats of a group's processes, until `stop`."""
+    """The heartbeats of a group's processes, until `stop` or the end of Ray."""
 
     def __init__(self, watching: Watching, members: Sequence[Member]) -> None:
         """`members` may change while `lock` is held."""
@@ -320,7 +320,7 @@ class Heartbeats:
     def _run(self) -> None:
         while not self._stopped.wait(self._watching.period):
             with self.lock:
-                if self._stopped.is_set():
+                if self._stopped.is_set() or not ray.is_initialized():  # it would be started by a call
                     return
                 for member in self._members:
                     if not member.killed:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from corerl.cluster import nodes
 from corerl.cluster.arrangement import Placement
 from corerl.cluster.failures import words
+from corerl.cluster.forks import Forks
 from corerl.cluster.process import started_with
 from corerl.errors import CorerlError
 from corerl.messages import first_line
@@ -57,6 +58,7 @@ class Slot:
     cpus: float  # 0 if the process replaces one that still has the bundle
     gpus: float
     neighbors: int = 1  # bundles on its machine, including its own
+    forks: Forks | None = None  # of the placement
 
     @property
     def node(self) -> str:
@@ -87,9 +89,11 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
     """The bundles that a run has reserved, and the slots of each group's processes in them. Free bundles are used in
     (node, device) order, and more are reserved as groups grow."""
 
-    def __init__(self, *, timeout: float) -> None:
-        """`timeout`: seconds to wait until the cluster has bundles free."""
+    def __init__(self, *, timeout: float, forks: Forks | None = None) -> None:
+        """`timeout`: seconds to wait until the cluster has bundles free. `forks` of all processes, also those that are
+        added."""
         self._timeout = timeout
+        self._forks = forks
         self._bundles: list[Bundle] = []
         self._slots: dict[str, Sequence[Slot]] = {}
         self._gone: set[str] = set()  # lost machines, which Ray may not know of yet
@@ -135,7 +139,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
             name: [
                 *(own := kept.get(name, [])),
                 *(
-                    _slot(placement, name, place, at, neighbors, requests=not began)
+                    _slot(placement, name, place, at, neighbors, requests=not began, forks=self._forks)
                     for place in _left(placement, name, at, own)
                 ),
             ]
@@ -294,6 +298,7 @@ def _slot(
     neighbors: Mapping[str, int],
     *,
     requests: bool,
+    forks: Forks | None,
 ) -> Slot:
     bundles = tuple(at[index] for index in placement.taken(name, place))
     if len({bundle.node for bundle in bundles}) > 1:
@@ -303,7 +308,7 @@ def _slot(
         )
     share = placement.share(place) if requests else 0.0
     cpus, gpus = placement.bundle["CPU"] * share, placement.bundle.get("GPU", 0.0) * share
-    return Slot(bundles, cpus, gpus, neighbors[bundles[0].node])
+    return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], forks)
 
 
 def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:
@@ -323,7 +328,7 @@ def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:
 def reserved(placement: Placement, *, timeout: float = FREE_WITHIN, release: bool = True) -> Iterator[ResourcePool]:
     """Reserve the bundles and yield the slots of each group; releases the bundles at the end, unless Ray itself ends
     then. `timeout`: seconds to wait until the cluster has them free. Raises like `ResourcePool.arrange`."""
-    pool = ResourcePool(timeout=timeout)
+    pool = ResourcePool(timeout=timeout, forks=placement.forks)
     try:
         pool.take(pool.arrange(placement))
         yield pool

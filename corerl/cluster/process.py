@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from attrs import frozen
 
-from corerl.cluster.forks import end_with_parent, worker_command
+from corerl.cluster.forks import Forks, end_with_parent
 from corerl.cluster.heartbeat import ASIDE, Heartbeat, Recorder
 from corerl.cluster.nodes import interface_of, this_node
 from corerl.config.options import GLOO_INTERFACE, READ_AT_START
@@ -218,8 +218,10 @@ def spawn(
     environment: dict[str, str],
     failure: type[CorerlError] = HookFailed,
     traced: bool = False,
+    forks: Forks | None = None,
 ) -> Any:
-    """Start a process with `environment` set before it imports `target`; returns its actor handle at once.
+    """Start a process with `environment` set before it imports `target`, forked if `forks` can; returns its actor
+    handle at once.
 
     Only what is read earlier goes through Ray's runtime environment, which Ray writes to its logs.
     """
@@ -227,7 +229,7 @@ def spawn(
     early[NICENESS] = "0"
     late = {variable: value for variable, value in environment.items() if variable not in early}
     runtime: dict[str, Any] = {"env_vars": early}
-    if command := worker_command(environment):
+    if forks is not None and (command := forks.command(environment)):
         runtime["py_executable"] = command
     # With a concurrency group, all calls run in threads of their groups, none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {ASIDE: 1}}

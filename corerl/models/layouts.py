@@ -4,9 +4,10 @@ of two ways through the model, packed sequences or the whole model on padded row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -50,6 +51,19 @@ def choose_layout(model: PreTrainedModel, asked: str, *, pictures: bool = False)
 
     Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
     """
+    known = _layouts.setdefault(model, {})
+    if (asked, pictures) not in known:
+        known[asked, pictures] = _choose(model, asked, pictures=pictures)
+    return known[asked, pictures]
+
+
+# Of models on meta, which nobody changes. A process asks several times while it starts, and the answer takes a pass
+# through the model.
+_layouts: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Layout]] = WeakKeyDictionary()
+_unread: WeakKeyDictionary[PreTrainedModel, Set[str]] = WeakKeyDictionary()
+
+
+def _choose(model: PreTrainedModel, asked: str, *, pictures: bool) -> Layout:
     decoder = parts_of(model).decoder
     if reads_pictures(model.config):
         _require_text_alone(model, decoder)
@@ -133,9 +147,15 @@ def require_packed_attention(decoder: PreTrainedModel) -> None:
                 ) from error
 
 
-def unread_parameters(model: PreTrainedModel, parts: Parts) -> set[str]:
+def unread_parameters(model: PreTrainedModel) -> Set[str]:
     """Names of the parameters that no pass over text reads, so that they never get a gradient: attention to an encoder
-    that is not there, for example. `model` is wholly on meta; empty if its code depends on values."""
+    that is not there, for example. `model` is from `meta_model`; empty if its code depends on values."""
+    if model not in _unread:
+        _unread[model] = frozenset(_find_unread(model, parts_of(model)))
+    return _unread[model]
+
+
+def _find_unread(model: PreTrainedModel, parts: Parts) -> set[str]:
     passed_over = {id(param) for module in other_mixers(parts.decoder) for param in module.parameters()}  # on meta
     with _run_as_packed(parts.decoder), Reads() as reads:
         try:

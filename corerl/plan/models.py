@@ -329,7 +329,7 @@ def untrained(
         kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(meta_model(config))
     else:
         trained = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        kept = {name: trained.pop(name) for name in unread_parameters(model, parts_of(model))}
+        kept = {name: trained.pop(name) for name in unread_parameters(model)}
     if not kept:
         return ""
     sizes, others = (sum(map(math.prod, each.values())) for each in (trained, kept))

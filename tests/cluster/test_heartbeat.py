@@ -240,6 +240,18 @@ def test_a_notify_that_raises_does_not_end_the_heartbeats(capfd: pytest.CaptureF
     watched.stop()
 
 
+def test_nobody_is_asked_once_ray_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, looked = [True, True, False], list[int]()
+    monkeypatch.setattr(heartbeat.ray, "is_initialized", lambda: there.pop(0))
+    monkeypatch.setattr(heartbeat.Heartbeats, "_late_calls", lambda _: looked.append(len(there)) or ())
+    before = {*threading.enumerate()}
+    heartbeat.Heartbeats(Watching(watchdog=0.01), [])
+    for thread in {*threading.enumerate()} - before:
+        thread.join(paced(20.0))
+        assert not thread.is_alive()
+    assert (there, looked) == ([], [2, 1])
+
+
 # ---- what calls record -----------------------------------------------------------------------------------------------
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"

@@ -11,7 +11,6 @@ from types import ModuleType
 import attrs
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from openai.types import chat
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -49,6 +48,8 @@ def fields_of_tokenizers() -> set[str]:
 
 
 def fields_of_messages() -> set[str]:
+    from openai.types import chat  # slow to import, and all processes of pytest collect this file
+
     kinds = [getattr(chat, kind) for kind in vars(chat) if kind.endswith("MessageParam")]
     return {name for kind in kinds for name in getattr(kind, "__annotations__", ())}
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import socket
-import struct
+import sys
 from typing import NoReturn
 
-SOCKET = "socket"  # of the server, in its directory
+# Where the packages of this interpreter may not be found.
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "corerl", "cluster"))
+from forks import ask, request_of
+
+del sys.path[0]
 
 
 def become(argv: list[str], code: str, environment: dict[str, str]) -> NoReturn:
-    """Have it forked with this process's streams and directory, hand signals on to it, and end as it does. It ends with
-    this process."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(os.path.join(environment["CORERL_TEST_FORKS"], SOCKET))
-    request = {"argv": argv, "code": code, "environment": environment, "directory": os.getcwd(), "leads": False}
-    body = json.dumps(request).encode()
-    socket.send_fds(connection, [struct.pack("!I", len(body))], [0, 1, 2])
-    connection.sendall(body)
-    lines = connection.makefile("r")
-    pid = int(lines.readline())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os.kill(pid, number))
-    status = os.waitstatus_to_exitcode(int(lines.readline() or 1))
-    if status < 0:
-        if -status != signal.SIGKILL:
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
+    """Have it forked with this process's streams and directory; `code` is what it runs."""
+    request = {**request_of(argv), "environment": environment, "code": code, "session": os.getsid(0)}
+    ask(os.path.join(environment["CORERL_TEST_FORKS"], "socket"), request, patience=None)
+    sys.exit("the tests' fork server is gone")

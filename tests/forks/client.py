@@ -10,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from corerl.cluster.forks import ANSWER, listen, request_of
 from tests.cluster.nodes import session, title_in
-from tests.forks.asking import SOCKET
-from tests.forks.server import LENGTH, PROCESSES
+from tests.forks.server import PROCESSES, began
 from tests.machine import paced
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,20 +46,18 @@ class Forked:
         directory: Path | None = None,
     ) -> None:
         request = {
-            "argv": list(map(str, argv)),
-            "code": code,
+            **request_of(list(map(str, argv))),
             "environment": dict(environment),
             "directory": str(directory or Path.cwd()),
             "leads": True,
+            "code": code,
+            "session": os.getsid(0),
         }
         self._answers = connect()
         with open(os.devnull, "rb") as nothing:
-            body = json.dumps(request).encode()
             given = [each.fileno() for each in (stdin or nothing, stdout, stderr)]
-            socket.send_fds(self._answers, [LENGTH.pack(len(body))], given)
-            self._answers.sendall(body)
-        self._read = b""
-        self.pid = self._line()
+            socket.send_fds(self._answers, [json.dumps(request).encode()], given)
+        self.pid = self._answer()
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -75,7 +72,7 @@ class Forked:
             # 0 would make reading fail at once even where the answer is there.
             self._answers.settimeout(None if timeout is None else max(timeout, 0.001))
             try:
-                self.returncode = os.waitstatus_to_exitcode(self._line())
+                self.returncode = os.waitstatus_to_exitcode(self._answer())
             except TimeoutError:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
             self._answers.close()
@@ -86,16 +83,13 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _line(self) -> int:
-        while b"\n" not in self._read:
-            try:
-                more = self._answers.recv(64)
-            except ConnectionResetError:  # it has ended before it took the request
-                more = b""
-            assert more, gone()
-            self._read += more
-        line, _, self._read = self._read.partition(b"\n")
-        return int(line)
+    def _answer(self) -> int:
+        try:
+            answer = self._answers.recv(ANSWER)
+        except ConnectionResetError:  # it has ended before it took the request
+            answer = b""
+        assert answer, gone()
+        return int(answer)
 
 
 def connect() -> socket.socket:
@@ -103,26 +97,22 @@ def connect() -> socket.socket:
     directory = Path(os.environ[DIRECTORY])
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path = directory / SOCKET
-        if not path.exists():
-            # Not a child that someone must wait for: it ends with the test session.
-            os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-m", "tests.forks.server", str(directory), os.environ[OWNER]],
-                # The fewer pages, the sooner they are forked: 38 ms of CPU time instead of 47.
-                {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **SERVES},
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, str(directory / "log"), os.O_WRONLY | os.O_CREAT, 0o600),
-                    (os.POSIX_SPAWN_DUP2, 1, 2),
-                ],
-                setsid=True,
-            )
-            deadline = time.monotonic() + STARTS_WITHIN
-            while not path.exists():
-                assert time.monotonic() < deadline, (directory / "log").read_text()
-                time.sleep(0.01)
-    connection = socket.socket(socket.AF_UNIX)
+        if not (path := directory / "socket").exists():
+            with listen(str(path)) as listening:
+                # Not a child that someone must wait for: it ends with the test session.
+                os.posix_spawn(
+                    sys.executable,
+                    [sys.executable, "-m", "tests.forks.server", str(directory), os.environ[OWNER]],
+                    # The fewer pages, the sooner they are forked: 38 ms of CPU time instead of 47.
+                    {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **SERVES},
+                    file_actions=[
+                        (os.POSIX_SPAWN_DUP2, listening.fileno(), 0),
+                        (os.POSIX_SPAWN_OPEN, 1, str(directory / "log"), os.O_WRONLY | os.O_CREAT, 0o600),
+                        (os.POSIX_SPAWN_DUP2, 1, 2),
+                    ],
+                    setsid=True,
+                )
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(STARTS_WITHIN)
     try:
         connection.connect(str(path))
@@ -146,13 +136,11 @@ def forked_for(leader: int) -> dict[int, str]:
     """The processes forked on behalf of a session's, such as the workers of its Ray."""
     found = {}
     for path in (Path(os.environ[DIRECTORY]) / PROCESSES).glob("*"):
-        directory = Path("/proc") / path.name
         try:
-            state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
-            if path.read_text() == str(leader) and state != "Z":
-                found[int(path.name)] = title_in(directory)
-        except OSError:  # it has ended meanwhile
-            continue
+            if path.read_text() == f"{leader} {began(path.name)}":
+                found[int(path.name)] = title_in(Path("/proc") / path.name)
+        except OSError:  # it has ended
+            path.unlink(missing_ok=True)
     return found
 
 

@@ -1,11 +1,10 @@
 """A process that has imported what the processes of tests import, and forks them on request: what takes four seconds of
-CPU time takes a few milliseconds. `python -m tests.forks.server DIRECTORY PID` serves until the process PID is gone.
+CPU time takes a few milliseconds. `python -m tests.forks.server DIRECTORY PID` serves until the process PID is gone, at
+the socket that is its stdin.
 
-A request is a JSON object behind its length, with the three streams' file descriptors: `argv`, `environment`,
-`directory`, whether the process `leads` a session of its own, and `code` that it runs as __main__. Two lines answer it:
-the pid, and in the end the status that `os.waitpid` gave. One that leads none is killed when whoever asked for it has
-gone. DIRECTORY/processes has a file for each living one, with the session of who asked for it: a process that is forked
-here is in the server's.
+It is the server of `corerl.cluster.forks`, whose requests have two more entries: the `code` that the process runs as
+__main__, and the `session` of who asks. Each process writes the latter and when it began to DIRECTORY/processes: it is
+in the server's session.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ import faulthandler
 import gc
 import importlib
 import io
-import json
 import os
-import selectors
+import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
+import tomllib
 import traceback
 import types
 import warnings
@@ -33,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.forks.asking import SOCKET
+from corerl.cluster import forks
 
 # What only some environments have, and what these import as they build a model.
 BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._inductor.compile_fx"]
@@ -57,81 +55,38 @@ PRELOAD = [
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
     *("pydantic.v1", "pdb"),  # Ray's workers import these
 ]
+ROOT = str(Path(__file__).resolve().parents[2])  # its own PYTHONPATH
 PYTHON = Path(__file__).with_name("python.py")
 FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs, after this one, have theirs forked
 PROCESSES = "processes"
-LENGTH = struct.Struct("!I")
 SELDOM = (10_000, 20, 100)  # when to look for garbage: in what tests import there is next to none
-STREAMS = 3  # file descriptors of a request
 
 
 def main(directory: Path, owner: int) -> dict[str, Any]:
     """Serve; returns only in a process that was forked, with its request."""
+    # Whoever has started it may have had others, such as a socket of gloo's, on which all that is forked would listen.
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    gc.disable()
-    (directory / PROCESSES).mkdir(exist_ok=True)
-    # Whoever asks while modules are being imported is served afterwards.
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(directory / f"{SOCKET}.bound"))
-    listening.listen(64)
-    os.rename(directory / f"{SOCKET}.bound", directory / SOCKET)  # whoever sees it may connect
+    (directory / PROCESSES).mkdir()
+    request, streams = forks.serve(socket.socket(fileno=0), owner, prepare)
+    forks.become(request, streams)
+    own = str(os.getpid())
+    (directory / PROCESSES / own).write_text(f"{request['session']} {began(own)}")
+    settle()
+    return request
+
+
+def began(pid: str) -> str:
+    """When a process that lives began, in the kernel's ticks."""
+    state, *_, ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+    return "" if state == "Z" else ticks
+
+
+def prepare() -> None:
     preload()
     warm_up()
     keep()
-    gc.set_threshold(*SELDOM)
-    gc.enable()
-    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    others = set(threads) - {"python", "jemalloc_bg_thd"}  # jemalloc restarts its own after a fork
-    assert threads.count("python") == 1 and not others, f"only one thread survives a fork: {threads}"
-
-    waiting = selectors.DefaultSelector()
-    waiting.register(listening, selectors.EVENT_READ)
-    waiting.register(os.pidfd_open(owner), selectors.EVENT_READ, owner)
-    running: dict[int, tuple[int, socket.socket]] = {}  # process -> its pidfd, and who asked
-    while True:
-        for key, _ in waiting.select():
-            if key.fileobj is listening:
-                asking, _ = listening.accept()
-                received = receive(asking)
-                if received is None:
-                    asking.close()
-                    continue
-                request, descriptors = received
-                pid = os.fork()
-                if pid == 0:
-                    waiting.close()
-                    for watch, other in running.values():
-                        os.close(watch)
-                        other.close()
-                    listening.close()
-                    asking.close()
-                    become(request, descriptors)
-                    return request
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                (directory / PROCESSES / str(pid)).write_text(str(session_of(asking)))
-                tell(asking, pid)
-                running[pid] = os.pidfd_open(pid), asking
-                waiting.register(running[pid][0], selectors.EVENT_READ, pid)
-                if not request["leads"]:
-                    waiting.register(asking, selectors.EVENT_READ, pid)
-            elif key.data == owner:
-                os._exit(0)  # it is gone
-            elif key.data not in running:
-                continue  # it has ended at the same moment as whoever asked for it
-            elif key.fileobj is running[key.data][1]:  # whoever asked says no more: it has gone
-                waiting.unregister(key.fileobj)
-                os.kill(key.data, signal.SIGKILL)
-            else:
-                watch, asking = running.pop(key.data)
-                waiting.unregister(watch)
-                os.close(watch)
-                if asking in waiting.get_map():
-                    waiting.unregister(asking)
-                _, status = os.waitpid(key.data, 0)
-                (directory / PROCESSES / str(key.data)).unlink()
-                tell(asking, status)
-                asking.close()
+    assert not (others := forks.threads()), f"only one thread survives a fork: {others}"
 
 
 def preload() -> None:
@@ -143,72 +98,38 @@ def preload() -> None:
 
 
 def warm_up() -> None:
-    """Start a rank of a small model: the first one of a process takes 0.1 s more than others."""
+    """Start a rank of a small model: the first one of a process takes 0.1 s more than others. What runs ask of their
+    model, it has answered: that takes each of their processes another 70 ms."""
+    from corerl.config import ModelConfig
+    from corerl.models import choose_layout, hf_config, meta_model, unread_parameters
     from corerl_testing.harness import Setup, start
     from corerl_testing.models import tiny_fields
+    from tests.end_to_end.small import SMALL
 
     worker, _ = start(Setup(backend="plain", model="", fields=tiny_fields("qwen3")))
     worker.shutdown("warm")
+    model = meta_model(hf_config(ModelConfig(config=tomllib.loads(SMALL)["model"]["config"])))
+    choose_layout(model, "auto")
+    unread_parameters(model)
 
 
 def keep() -> None:
     """What was imported is looked through once: a collection in a forked process would copy every page. Nor is it worth
     the time to take torch's two hundred operator libraries back at the end of each."""
+    gc.set_threshold(*SELDOM)
     gc.collect()
-    gc.freeze()
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if (found := each.peek()) and found[1].__module__.startswith("torch."):
             each.atexit = False
 
 
-def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """A request with its file descriptors; None if whoever connected has gone before it was answered."""
-    body, length, descriptors = b"", 0, list[int]()
-    with contextlib.suppress(ConnectionError):
-        head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, STREAMS)
-        length = LENGTH.unpack(head)[0] if head else 0
-        while len(body) < length and (more := asking.recv(length - len(body))):
-            body += more
-    if not length or len(body) < length:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
-    request: dict[str, Any] = json.loads(body)
-    return request, descriptors
-
-
-def tell(asking: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # it is gone
-        asking.sendall(f"{number}\n".encode())
-
-
-def session_of(asking: socket.socket) -> int:
-    pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
-
-
-def become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Make of this fork what a new interpreter with these arguments would be, as far as the process shows."""
-    if request["leads"]:
-        os.setsid()
-    else:
-        os.setpgid(0, 0)  # Ray ends a worker with its process group
-    for number, descriptor in enumerate(descriptors):  # none of 0 to 2: the server has its own there
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+def settle() -> None:
+    """Make of this fork what a new interpreter would be."""
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["directory"])
     theirs = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    script = str(Path(request["argv"][0]).parent) if os.path.sep in request["argv"][0] else ""
-    sys.path[:] = [script, *theirs, *(path for path in sys.path[1:] if path not in own), *own]
-    sys.argv[:] = request["argv"]
+    script = str(Path(sys.argv[0]).parent) if os.path.sep in sys.argv[0] else ""
+    sys.path[:] = [script, *theirs, *(path for path in sys.path[1:] if path != ROOT), ROOT]
     # A process has to find the tests' own modules by itself; and wandb makes directories as it is imported, which each
     # process that has it would remove at its end.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "wandb")]:
@@ -252,8 +173,8 @@ def run(request: dict[str, Any]) -> None:
         subprocess.Popen.__init__ = forking(subprocess.Popen.__init__)  # type: ignore[method-assign]
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    if os.path.isfile(request["argv"][0]):
-        module.__file__ = request["argv"][0]  # what multiprocessing imports in the processes that it spawns
+    if os.path.isfile(request["arguments"][0]):
+        module.__file__ = request["arguments"][0]  # what multiprocessing imports in the processes that it spawns
     sys.modules["__main__"] = module
     code, status = compile(request["code"], "<forked>", "exec"), None
     try:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai import AsyncOpenAI
 
 from corerl.models import load_tokenizer
 from corerl_agents import Episode
@@ -16,9 +15,11 @@ from corerl_agents.script import byte_tokenizer
 from plugins.agents.tests.scripted_engine import NAME
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
+from tests.later import Later, wants
 
-agents = pytest.importorskip("agents", reason="wants openai-agents")
-pytestmark = pytest.mark.processes  # OpenAI's client asks the system for its name
+agents: Any = Later("agents")  # OpenAI's
+openai: Any = Later("openai")
+pytestmark = [wants("agents"), pytest.mark.processes]  # OpenAI's client asks the system for its name
 
 # As Qwen 3.5 has it, in short: tools as JSON, calls in XML, results in a user's turn; the answer begins with <think>.
 TEMPLATE = r"""{%- if tools %}<|im_start|>system
@@ -59,15 +60,13 @@ def plus(a: int, b: int) -> int:
     return a + b
 
 
-add = agents.function_tool(plus, name_override="add")
-
-
 def played(episode: Episode, calls: list[Any], answer: str) -> dict[str, float]:
     PLAYED.append((episode.prompt.text, calls, answer))
     return {"right": float(f"It is {episode.prompt.answer}." in answer), "calls": 0.0 * len(calls)}
 
 
 async def of_openai(episode: Episode, model: Any, *, stream: bool = False) -> dict[str, float]:
+    add = agents.function_tool(plus, name_override="add")
     agent = agents.Agent(name="adder", tools=[add], model=model)
     untraced = agents.RunConfig(tracing_disabled=True)
     if stream:
@@ -81,12 +80,12 @@ async def of_openai(episode: Episode, model: Any, *, stream: bool = False) -> di
 
 
 async def chat(episode: Episode) -> dict[str, float]:
-    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
         return await of_openai(episode, agents.OpenAIChatCompletionsModel(episode.model, openai_client=client))
 
 
 async def responses(episode: Episode, *, stream: bool = False) -> dict[str, float]:
-    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
         model = agents.OpenAIProvider(openai_client=client).get_model(episode.model)
         return await of_openai(episode, model, stream=stream)
 

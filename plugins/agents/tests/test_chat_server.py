@@ -14,14 +14,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import openai
 import pytest
 
 from corerl.rollout import EventLoop, in_thread
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
+from tests.later import Later
 from tests.machine import paced
+
+openai: Any = Later("openai")
 
 platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
 USER: Any = {"role": "user", "content": "hello"}
@@ -93,7 +95,7 @@ def post(url: str, body: Any, method: str = "POST") -> tuple[int, Any]:
     return status, json.loads(content)
 
 
-def client(url: str) -> openai.OpenAI:
+def client(url: str) -> Any:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
 
 

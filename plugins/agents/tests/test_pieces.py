@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from attrs import evolve
 
@@ -21,7 +20,10 @@ from corerl_agents.episodes import Episode
 from corerl_agents.script import byte_tokenizer
 from corerl_agents.tool_calls import format_of
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, Oracle, Play, assert_equal
+from tests.later import Later
 from tests.machine import paced
+
+openai: Any = Later("openai")
 
 platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -100,7 +102,7 @@ def test_an_answer_in_parts_has_the_tokens_of_a_whole_one(calls: int, play: Play
     assert_equal(first, play(two_turns(True), generate=whole, params=LONG, calls=calls, stream_tokens=0))
 
 
-def client(episode: Episode) -> openai.OpenAI:
+def client(episode: Episode) -> Any:
     return openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0, timeout=paced(20))
 
 

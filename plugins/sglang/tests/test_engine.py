@@ -47,7 +47,7 @@ from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
 from tests.engines.stopping import assert_cut_at
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked_servers")]
 
 STAND_IN = "plugins.sglang.tests.stand_in"
 REQUEST = GenerateRequest(
@@ -63,7 +63,7 @@ Start = Callable[..., SglangEngine]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start(tmp_path_factory: pytest.TempPathFactory, forked_servers: None) -> Iterator[Start]:
     """Engines that are closed at the end."""
     engines = []
 

@@ -244,6 +244,7 @@ def served(model: ModelConfig, directory: Path, **server: Any) -> Iterator[tuple
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.parametrize("family", SHOWN)
 def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_path: Path) -> None:
     tower = "trained" if family == "qwen3_vl" else "frozen"
@@ -274,6 +275,7 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_servers")
 def test_another_number_of_placeholders_ends_the_call(tmp_path: Path) -> None:
     model = ModelConfig(path=str(write_readable("qwen3_vl", tmp_path / "model")), pictures="vision")
     rows = rows_of(model, PROMPTS[:2])

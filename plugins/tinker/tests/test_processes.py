@@ -34,6 +34,7 @@ from plugins.tinker.tests.served import (
 FSDP = config_of({**CONFIG, **LORA, "roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}})
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_model_is_trained_saved_sampled_and_resumed(shared_ray: None, tmp_path: Path) -> None:
     with Engines.start(FSDP) as engines:
         policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), FSDP)

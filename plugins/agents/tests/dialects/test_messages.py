@@ -14,9 +14,11 @@ from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.dialects.messages import read_request
 from corerl_agents.refused import Refused
+from tests.later import Later, wants
 from tests.machine import paced
 
-anthropic = pytest.importorskip("anthropic", reason="wants anthropic")
+anthropic: Any = Later("anthropic")
+pytestmark = wants("anthropic")
 platform.platform()  # the client asks for it; the first answer comes from a process, which tests must not start
 PROMPT = Prompt(index=0, text="What is 2 + 3?", answer="5")
 USER: Any = {"role": "user", "content": "What is 2 + 3?"}

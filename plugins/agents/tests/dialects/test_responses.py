@@ -6,7 +6,6 @@ import json
 import platform
 from typing import Any
 
-import openai
 import pytest
 
 from corerl.data import Prompt
@@ -15,7 +14,10 @@ from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.dialects.responses import read_request
 from corerl_agents.refused import Refused
+from tests.later import Later
 from tests.machine import paced
+
+openai: Any = Later("openai")
 
 platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
 PROMPT = Prompt(index=0, text="What is 2 + 3?", answer="5")
@@ -24,7 +26,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "ü"}}</tool_call>
 THOUGHT = f"<think>I add.</think>I call.\n{CALL}"
 
 
-def client(url: str) -> openai.OpenAI:
+def client(url: str) -> Any:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
 
 

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 
 from corerl.rollout import EventLoop
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece, Piece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
+from tests.later import Later
 from tests.machine import paced
+
+openai: Any = Later("openai")
 
 platform.platform()  # the clients ask for it; the first answer comes from a process, which tests must not start
 CALL = {"id": "call00100", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
@@ -48,7 +50,7 @@ def server(loop: EventLoop) -> Iterator[ChatServer]:
     made.close()
 
 
-def client(url: str) -> openai.OpenAI:
+def client(url: str) -> Any:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
 
 

@@ -27,7 +27,6 @@ from corerl.models import (
     materialize,
     meta_model,
     move_buffers,
-    parts_of,
     put_adapters,
     recompute_layers,
     trained_parameters,
@@ -77,8 +76,7 @@ def build_model(
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
     # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
     untrained = {name for name, param in policy.model.named_parameters() if not param.requires_grad}
-    looked = meta_model(hf, value_head=value_head, lora=lora)
-    untrained |= unread_parameters(looked, parts_of(looked))
+    untrained |= unread_parameters(meta_model(hf, value_head=value_head, lora=lora))
     settings = deepspeed_json(
         options,
         train,
