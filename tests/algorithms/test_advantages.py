@@ -8,14 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from corerl.algorithms.advantages import (
-    STD_EPS,
-    gae,
-    group_advantages,
-    spread,
-    whiten,
-    without_truncated,
-)
+from corerl.algorithms.advantages import STD_EPS, gae, group_advantages, spread, whiten, without_truncated
 from corerl.types import BoolArray, FloatArray, SampleBatch
 
 REWARDS = np.array([1.0, 0.25, 0.0, 0.5, 0.75, 0.5], dtype=np.float32)

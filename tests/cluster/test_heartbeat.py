@@ -71,15 +71,7 @@ def ranks_at(*beats: Heartbeat | None) -> list[Member]:
             [3],
         ),
         # As NCCL has it: nobody's stack is in a collective, the counts alone tell.
-        (
-            [
-                at({"s01": 1, "r02": 1}),
-                at({"s01": 1, "r13": 1}),
-                at({"s23": 1, "r02": 0}),
-                at({"s23": 0, "r13": 0}),
-            ],
-            [3],
-        ),
+        ([at({"s01": 1, "r02": 1}), at({"s01": 1, "r13": 1}), at({"s23": 1, "r02": 0}), at({"s23": 0, "r13": 0})], [3]),
         ([at({}, waits=True), at({}), at({}, waits=True)], [1]),  # counts do not tell
         ([at({"all": 4}, waits=True), None], [1]),  # silent
         ([at({"all": 4}), at({"all": 4})], []),  # all are at work
@@ -151,10 +143,7 @@ def looked(seconds: float, moved: bool = False, done: int | None = None) -> tupl
     ("looks", "texts"),
     [
         ([looked(9.0), looked(11.0), looked(13.0), looked(23.0)], [False, True, False, True]),  # then after twice 11
-        (
-            [looked(9.0), looked(11.0, moved=True), looked(21.0), looked(23.0)],
-            [False, False, False, True],
-        ),
+        ([looked(9.0), looked(11.0, moved=True), looked(21.0), looked(23.0)], [False, False, False, True]),
         # One that counts may move all the time and still end nothing.
         ([looked(9.0, done=0), looked(11.0, moved=True, done=0)], [False, True]),
         ([looked(11.0, done=1), looked(23.0, moved=True, done=1), looked(47.0, done=2)], [False, True, False]),

@@ -39,11 +39,7 @@ COMPARED = GRPO(GRPOOptions(normalize_std=False)).advantages
 
 
 def computed(
-    samples: SampleBatch,
-    estimate: Estimate = COMPARED,
-    *,
-    max_tokens: int = 4,
-    **algorithm: object,
+    samples: SampleBatch, estimate: Estimate = COMPARED, *, max_tokens: int = 4, **algorithm: object
 ) -> TrainBatch:
     config = AlgorithmConfig(**algorithm)  # type: ignore[arg-type]
     return compute_advantages(samples, REWARDS, estimate, config, max_tokens=max_tokens)

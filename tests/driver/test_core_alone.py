@@ -29,8 +29,7 @@ def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"),
-    [("curves", "observe"), ("nan-guard", "observe"), ("wandb", "wandb"), ("mlflow", "mlflow")],
+    ("name", "extra"), [("curves", "observe"), ("nan-guard", "observe"), ("wandb", "wandb"), ("mlflow", "mlflow")]
 )
 def test_an_extension_that_is_not_installed_names_its_extra(tmp_path: Path, name: str, extra: str) -> None:
     config = evolve(small(tmp_path), extensions=(ExtensionChoice(name=name),))

@@ -12,14 +12,7 @@ from attrs import evolve
 
 from corerl.driver.engines import Engines
 from corerl.engines.base import GenerateRequest, Generation, Received, SamplingParams
-from corerl.errors import (
-    EngineFailed,
-    InsufficientResources,
-    UserError,
-    VersionGone,
-    WeightUpdateError,
-    WorkerDied,
-)
+from corerl.errors import EngineFailed, InsufficientResources, UserError, VersionGone, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
 from corerl.rollout.sampler import assemble
 from corerl.rollout.source import Policies

@@ -7,12 +7,7 @@ import pytest
 from attrs import evolve
 
 from corerl.data.prompts import Prompt
-from corerl.driver.metrics import (
-    recomputed_mismatch,
-    rollout_metrics,
-    staleness_metrics,
-    train_metrics,
-)
+from corerl.driver.metrics import recomputed_mismatch, rollout_metrics, staleness_metrics, train_metrics
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies

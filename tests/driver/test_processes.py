@@ -15,12 +15,7 @@ from corerl.cluster.process import CallResult
 from corerl.driver import processes as driver
 from corerl.driver.processes import emit_call, load_all, make_fleet
 from corerl.driver.progress import Progress
-from corerl.errors import (
-    CorerlError,
-    PluginIncompatible,
-    SaveFailed,
-    WorkerDied,
-)
+from corerl.errors import CorerlError, PluginIncompatible, SaveFailed, WorkerDied
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
 from corerl.plugin.events import CallFinished, Span

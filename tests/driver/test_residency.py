@@ -8,15 +8,7 @@ from attrs import evolve
 
 from corerl.calls import Future
 from corerl.driver.residency import Residency
-from corerl.plan.residency import (
-    FORWARD,
-    REST,
-    SAMPLE,
-    UPDATE,
-    residency_plan,
-    save_stage,
-    train_stage,
-)
+from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
 from corerl.types import MemoryKind, SleepResult
 from tests.driver.fakes import Ears, Group, progress, sharing, told
 from tests.end_to_end.command import numbers

@@ -54,12 +54,7 @@ from tests.rollout import sampling
 from tests.rollout.engines import Engines
 from tests.rollout.listed import Listed
 
-TRAIN = {
-    "mini_batches": 2,
-    "epochs": 3,
-    "optimizer": {"lr": 1.0},
-    "schedule": {"decay": "linear", "final_ratio": 0.0},
-}
+TRAIN = {"mini_batches": 2, "epochs": 3, "optimizer": {"lr": 1.0}, "schedule": {"decay": "linear", "final_ratio": 0.0}}
 
 
 @pytest.fixture
@@ -270,9 +265,7 @@ def halve(batch: ScoredRollout) -> ScoredRollout:
 
 
 @pytest.mark.parametrize(
-    ("table", "kept"),
-    [({"rollout": {"save": True}}, 2), ({"run": {"mode": "rollout-only"}}, 2), ({}, 0)],
-    ids=str,
+    ("table", "kept"), [({"rollout": {"save": True}}, 2), ({"run": {"mode": "rollout-only"}}, 2), ({}, 0)], ids=str
 )
 def test_saved_batches_are_not_postprocessed(
     make_run: Callable[..., Run], tmp_path: Path, table: Any, kept: int
@@ -474,10 +467,7 @@ class Stop:
 
 
 def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:
-    for last_step, log in (
-        (4, [("start 5", False), ("complete", True)]),
-        (5, [("complete", True)]),
-    ):
+    for last_step, log in ((4, [("start 5", False), ("complete", True)]), (5, [("complete", True)])):
         saves, source = Files(last_step), Source()
         run = make_run(
             make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=source, run_dir=Path("/run")

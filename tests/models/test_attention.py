@@ -10,22 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
 from corerl.kinds import InPieces
-from corerl.models.attention import (
-    PACKED,
-    CausalMask,
-    attention_in_pieces,
-    register_packed_attention,
-    run_on_rows,
-)
+from corerl.models.attention import PACKED, CausalMask, attention_in_pieces, register_packed_attention, run_on_rows
 from corerl.models.files import meta_model
 from corerl.models.parts import parts_of
 from corerl.ops.packing import PackedSequences

@@ -87,15 +87,9 @@ def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        (
-            "idefics",
-            "IdeficsForVisionText2Text cannot be called with text alone (ValueError: Exactly 1",
-        ),
+        ("idefics", "IdeficsForVisionText2Text cannot be called with text alone (ValueError: Exactly 1"),
         ("florence2", "Florence2ForConditionalGeneration has an encoder, which lets every token see later ones"),
-        (
-            "blip-2",
-            "CoreRL cannot separate the decoder of Blip2ForConditionalGeneration from its head: what follows",
-        ),
+        ("blip-2", "CoreRL cannot separate the decoder of Blip2ForConditionalGeneration from its head: what follows"),
     ],
 )
 def test_a_model_that_reads_pictures_must_pass_text_alone(model_type: str, reason: str) -> None:

@@ -20,12 +20,7 @@ from corerl.config.schema import (
     SideRoleChoice,
 )
 from corerl.errors import ConfigError, PluginBroken
-from corerl.plan.algorithm import (
-    AlgorithmPlan,
-    against_algorithm,
-    notices_of_learning,
-    plan_algorithm,
-)
+from corerl.plan.algorithm import AlgorithmPlan, against_algorithm, notices_of_learning, plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
@@ -151,10 +146,7 @@ def test_a_step_has_the_passes_whose_columns_it_reads() -> None:
         ),
         ({"roles": {"critic": RoleKind.CRITIC}}, "has no role 'actor', but every run trains one"),
         ({"roles": {"actor": RoleKind.FROZEN}}, "freezes its role 'actor', but every run trains one"),
-        (
-            {"defaults": {"agregation": "token-mean"}},
-            "sets algorithm.agregation, which is never unset; it can",
-        ),
+        ({"defaults": {"agregation": "token-mean"}}, "sets algorithm.agregation, which is never unset; it can"),
         ({"defaults": {"kl_coef": 0.1}}, "sets algorithm.kl_coef, which is never unset"),
         ({"defaults": {"aggregation": "tokenmean"}}, "has an invalid default: algorithm.aggregation: expected"),
     ],
@@ -175,11 +167,7 @@ def test_a_spec_that_no_run_could_follow_is_refused(
             lambda self: {},
             "objectives() names the roles none, wanted those of its spec that are not frozen, actor",
         ),
-        (
-            "forwards",
-            lambda self: [ForwardPass(role="critc", columns={})],
-            "forwards() names the role 'critc'; its",
-        ),
+        ("forwards", lambda self: [ForwardPass(role="critc", columns={})], "forwards() names the role 'critc'; its"),
         (
             "forwards",
             lambda self: [ForwardPass(role="actor", columns={}, snapshot="oldest")],

@@ -112,8 +112,7 @@ def test_a_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path: Path, re
 
 @pytest.mark.parametrize("resume", ["never", "auto", "newest"])
 @pytest.mark.parametrize(
-    ("mode", "advice"),
-    [("eval", "set another run.dir, or use: corerl eval "), ("rollout-only", "set another run.dir")],
+    ("mode", "advice"), [("eval", "set another run.dir, or use: corerl eval "), ("rollout-only", "set another run.dir")]
 )
 def test_sampling_and_scoring_do_not_overwrite_a_trained_run(
     tmp_path: Path, mode: Any, advice: str, resume: str

@@ -46,13 +46,7 @@ from corerl.types import (
 
 CONTEXT = Context(role="actor", rank=1, world_size=2, local_rank=1, run_dir="runs/x")
 CONFIG = RoleConfig(
-    model=ModelConfig(),
-    train=TrainConfig(),
-    options=None,
-    weights=WeightsConfig(),
-    device="cpu",
-    seed=0,
-    timeout=1.0,
+    model=ModelConfig(), train=TrainConfig(), options=None, weights=WeightsConfig(), device="cpu", seed=0, timeout=1.0
 )
 BATCH = PackedBatch(micro_batches=(), count=1)  # nobody here looks into it
 NOTHING = PackedBatch(micro_batches=(), count=0)

@@ -65,9 +65,7 @@ def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
         load_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x", Process.WORKER)
 
 
-def test_an_observer_that_raises_is_disabled(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_observer_that_raises_is_disabled(capsys: pytest.CaptureFixture[str]) -> None:
     log: list[str] = []
     observers = Observers(
         [("a", Hears("a", log)), ("b", Hears("b", log, OSError("disk full"))), ("c", Hears("c", log))]

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
-from corerl.plugin.registry import (
-    Installed,
-    Kind,
-    Status,
-    installed,
-    kinds_of,
-    load,
-)
+from corerl.plugin.registry import Installed, Kind, Status, installed, kinds_of, load
 from corerl.plugin.spec import API
 
 Install = Callable[..., Path]
@@ -113,11 +106,7 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
 ) -> None:
     major, minor = api
     changed = "" if api > API else "docs/versioning.md and `corerl doctor` say what has moved; "
-    install(
-        "corerl-mine",
-        {"backends": {"mine": "mine_k:SPEC"}},
-        mine_k=backend_spec.replace("(2, 0)", repr(api)),
-    )
+    install("corerl-mine", {"backends": {"mine": "mine_k:SPEC"}}, mine_k=backend_spec.replace("(2, 0)", repr(api)))
     with pytest.raises(PluginIncompatible) as caught:
         load(Kind.BACKENDS, "mine")
     assert caught.value.message == (

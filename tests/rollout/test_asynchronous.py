@@ -216,9 +216,7 @@ def test_groups_without_spread_are_replaced_as_often_as_allowed(engines: Engines
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
 
 
-def test_groups_may_become_stale_while_they_are_scored(
-    use: Use[Engines],
-) -> None:
+def test_groups_may_become_stale_while_they_are_scored(use: Use[Engines]) -> None:
     engines, scoring, go = use(OneBatchAtFirst()), threading.Event(), threading.Event()
 
     class Late:

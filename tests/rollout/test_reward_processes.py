@@ -207,9 +207,7 @@ def test_late_outcomes_are_not_taken_for_the_next_rollouts() -> None:
         assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
 
 
-def test_closing_the_pool_ends_scoring_with_an_error(
-    tmp_path: Path,
-) -> None:
+def test_closing_the_pool_ends_scoring_with_an_error(tmp_path: Path) -> None:
     options = {"directory": str(tmp_path)}
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
     told: list[BaseException] = []

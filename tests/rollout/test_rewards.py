@@ -293,9 +293,7 @@ def test_functions_that_return_none_say_nothing_of_a_sample(mine: ModuleType) ->
     )
 
 
-def test_with_an_async_function_others_run_in_the_callers_thread(
-    mine: ModuleType,
-) -> None:
+def test_with_an_async_function_others_run_in_the_callers_thread(mine: ModuleType) -> None:
     def sync(prompt: Prompt, response: str) -> float:
         time.sleep(0.3 if response == "slow" else 0.0)
         if response == "bad":
