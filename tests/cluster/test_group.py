@@ -116,22 +116,6 @@ def test_a_hung_member_is_killed_and_a_busy_one_is_not(start: Start) -> None:
     assert group.ended and wait_until_gone(pids) == []
 
 
-@pytest.mark.nightly  # who is late is told in test_heartbeat.py, and the test above kills one
-def test_a_rank_late_in_its_start_is_killed_not_its_waiters(start: Start, tmp_path: Path) -> None:
-    bound = paced(8.0)  # enough for a process to begin on a busy machine
-    group = start(2, "tests.cluster.ranks:Rank", watching=Watching(start_timeout=bound))
-    host, port, listening = group.listen(0)
-    group.wait(group.construct([(0, 2), (1, 2)]))
-    os.mkfifo(tmp_path / "gate")  # which nobody opens
-    with pytest.raises(WorkerDied) as raised:
-        group.wait(group.start_each("init", [(host, port, listening, ""), (host, port, None, str(tmp_path / "gate"))]))
-    assert re.fullmatch(
-        rf"actor rank 1: its process was killed during init: not started after {bound:g} s of work "
-        r"\(cluster\.start_timeout\): actor rank 1 is in 'model build' \(cluster/ranks\.py:\d+ in hold\)",
-        raised.value.message,
-    )
-
-
 def test_a_failure_names_the_member_that_sent_no_heartbeat(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     group = members(start, 2)
     monkeypatch.setattr(heartbeat.Member, "silent", property(lambda member: member.name == "actor rank 1"))

@@ -81,7 +81,7 @@ def test_the_rank_that_the_others_wait_for_is_late(beats: list[Heartbeat | None]
     assert [member.name for member in late(ranks_at(*beats))] == [f"actor rank {rank}" for rank in awaited]
 
 
-def test_the_sentence_names_late_waiting_and_done_members() -> None:
+def test_the_sentence_names_late_waiting_silent_and_done_members() -> None:
     waiting = ranks_at(at({"all": 1}, waits=True, phase="load"), at({"all": 0}, phase="model build"))
     done = [Member(f"actor rank {rank}") for rank in (2, 3, 4, 6)]
     assert sentence("init", 75.4, waiting, done) == (
@@ -91,20 +91,13 @@ def test_the_sentence_names_late_waiting_and_done_members() -> None:
     engine = Member("engine-0", last=at({}))
     text = sentence("generate", 60.0, [engine], counts={engine: (3, 10)})
     assert text == "generate has taken 60 s: engine-0 is at work (step.py:1 in train), with 3 of 10 samples done"
-
-
-def test_a_silent_process_is_not_one_that_has_not_started() -> None:
     (silent,) = ranks_at(None)
     assert sentence("start", 60.0, [silent, Member("actor rank 1")]) == (
         "start has taken 60 s: actor rank 0 (pid 0) sends no heartbeat: SIGSTOP, debugger, swapping, or native code "
         "holding the GIL; actor rank 1 has not sent a heartbeat yet: its process is starting"
     )
-
-
-def test_of_many_only_some_are_described() -> None:
     text = sentence("init", 60.0, ranks_at(*[at({}, phase="load")] * 100))
-    assert text.count("is in 'load'") == 8
-    assert text.endswith("; 92 more, not listed")
+    assert text.count("is in 'load'") == 8 and text.endswith("; 92 more, not listed")
 
 
 @pytest.mark.parametrize(

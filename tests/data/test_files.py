@@ -114,20 +114,6 @@ def test_a_source_that_does_not_exist_is_named(tmp_path: Path) -> None:
         load(empty)
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is None, expected a non-empty string"),
-        ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
-    ],
-)
-def test_an_unusable_row_is_named_with_its_number(
-    tmp_path: Path, columns: dict[str, list[object]], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        load(parquet(tmp_path / "p.parquet", **columns))
-
-
 def test_without_datasets_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parquet(tmp_path / "p.parquet", prompt=["x", "y"])
     directory = put(tmp_path / "set", "train", suffix="jsonl")

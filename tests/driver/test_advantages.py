@@ -56,13 +56,6 @@ def test_without_a_loss_token_no_kl_is_measured() -> None:
     assert found.metrics == {"train/kl_coef": 0.5}
 
 
-def test_a_kl_in_the_reward_is_taken_off_the_sample() -> None:
-    columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
-    found = computed(columns, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
-    # 1 - 0.5 * 1 = 0.5 and 0 - 0.5 * (0 - 0.25) = 0.125, of mean 0.3125
-    assert advantages(found) == [0.0, 0.1875, 0.0, -0.1875, -0.1875]
-
-
 def test_ppo_subtracts_the_kl_from_each_token() -> None:
     columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -1.25, 0.125], values=[0.0, 0.25, 0.0, 0.5, 0.75])
     critic = PPO(OfPPO(gamma=0.5, gae_lambda=0.5, whiten=False))

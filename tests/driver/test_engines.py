@@ -298,7 +298,7 @@ def prompts(*rows: list[int]) -> GenerateRequest:
     )
 
 
-MANY = 2000  # tokens, which take longer than a turn
+MANY = 400  # tokens, which take longer than a turn
 
 
 def answered(request: GenerateRequest, generation: Generation) -> SampleBatch:

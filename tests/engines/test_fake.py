@@ -7,11 +7,10 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import GenerateRequest, SamplingParams
-from corerl.engines.continuation import append, continued
 from corerl.errors import EngineFailed
 from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
-from tests.engines.models import context, pause_after, spread, update
+from tests.engines.models import context, spread, update
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
 
@@ -53,17 +52,3 @@ def test_answers_are_a_function_of_prompt_noise_and_version(tmp_path: Path) -> N
     update(engines, WEIGHTS, version=2, path=tmp_path)
     later = engines[0].generate(asked)
     assert later.tokens.tolist() != whole.tokens.tolist() and set(later.versions.tolist()) == {2}
-
-
-def test_it_is_interrupted_and_continued_as_real_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = fake()
-    update([served], WEIGHTS, version=1, path=tmp_path)
-    asked = request(20)
-    whole = served.generate(asked)
-    with monkeypatch.context() as patch:
-        pause_after(patch, 2)
-        drawn = served.generate(asked)
-    assert set(np.diff(drawn.offsets)) == {1, 2} and drawn.unfinished.any()
-    together = append(asked, drawn, served.generate(continued(asked, drawn)))
-    for column in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
-        assert getattr(together, column).tolist() == getattr(whole, column).tolist()

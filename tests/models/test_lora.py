@@ -309,29 +309,25 @@ def test_what_corerl_would_compute_otherwise_is_refused(tmp_path: Path, changes:
     assert caught.value.message.startswith(f"{tmp_path}/{PEFT_CONFIG} has ") and shown in caught.value.message
 
 
-def test_a_config_that_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
-    file = tmp_path / PEFT_CONFIG
-
-    def told() -> str:
-        with pytest.raises(ModelError) as caught:
-            saved_settings(tmp_path)
-        return caught.value.message
-
-    assert told() == f"{file} cannot be read (No such file or directory); name a directory that PEFT has saved"
-    file.write_text('{"peft_type": "LORA",')
-    assert told().startswith(f"{file} is no JSON (Expecting property name") and told().endswith(
-        "; save the adapters again"
-    )
-    file.write_text("[]")
-    assert told() == f"{file} has peft_type=None, wanted 'LORA'; CoreRL trains no other adapters"
+SAVED = "name a directory that PEFT has saved"
 
 
-def test_weights_that_are_missing_or_damaged_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
-        PeftFiles(tmp_path)
-    assert caught.value.message == f"{tmp_path} has no {PEFT_WEIGHTS}; name a directory that PEFT has saved"
-    (tmp_path / PEFT_WEIGHTS).write_bytes(b"\x10\x00\x00")
-    with pytest.raises(ModelError, match=f"^{tmp_path}/{PEFT_WEIGHTS} .*"):
-        PeftFiles(tmp_path)
+@pytest.mark.parametrize(
+    ("read", "name", "content", "told"),
+    [
+        (saved_settings, PEFT_CONFIG, None, f"/{PEFT_CONFIG} cannot be read .No such file or directory.; {SAVED}$"),
+        (saved_settings, PEFT_CONFIG, '{"a": 1,', f"/{PEFT_CONFIG} is no JSON .Expecting property.*save the adapters"),
+        (saved_settings, PEFT_CONFIG, "[]", f"/{PEFT_CONFIG} has peft_type=None, wanted 'LORA'; CoreRL trains no oth"),
+        (PeftFiles, PEFT_WEIGHTS, None, f" has no {PEFT_WEIGHTS}; {SAVED}$"),
+        (PeftFiles, PEFT_WEIGHTS, "\x10\x00\x00", f"/{PEFT_WEIGHTS} "),
+    ],
+)
+def test_files_that_are_missing_or_damaged_are_told(
+    read: Callable[[Path], object], name: str, content: str | None, told: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=f"^{tmp_path}{told}"):
+        read(tmp_path)
     with pytest.raises(ModelError, match="'/nowhere' is not a directory, expected a directory of PEFT"):
         PeftFiles("/nowhere")

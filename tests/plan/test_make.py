@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.config.toml_text import to_plain
-from corerl.errors import CheckpointError, ConfigError
+from corerl.errors import CheckpointError, ConfigError, UserError
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
@@ -69,10 +69,13 @@ def test_a_model_beside_python_files_is_refused_before_plugins_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "modeling.py").write_text("")
     config = config_in(tmp_path / "run", backend={"name": "no_such_module:SPEC"})
-    with pytest.raises(ConfigError, match=r"^model.path: '.' is the working directory"):
-        make_plan(evolve(config, model=ModelConfig(path=".")))
+    config = evolve(config, model=ModelConfig(path="."))
+    with pytest.raises(UserError, match="no_such_module"):
+        make_plan(config)
+    (tmp_path / "modeling.py").write_text("")
+    with pytest.raises(ConfigError, match=r"^model.path: '.' is the working directory.*\(modeling.py\)"):
+        make_plan(config)
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------
