@@ -96,7 +96,7 @@ def test_a_forked_worker_is_as_python_would_start_it(files: Path) -> None:
             assert ended(forked["pid"])()
 
 
-def test_a_worker_is_killed_with_the_process_that_ray_has_started(files: Path) -> None:
+def test_a_worker_is_killed_with_rays_process(files: Path) -> None:
     with fork_server(["slow_library"], {}), started(worker_command({}), files) as (process, forked):
         process.kill()
         wait_until(ended(forked["pid"]))
@@ -124,7 +124,7 @@ def test_a_server_with_threads_forks_nobody(files: Path) -> None:
         assert usual["imported"] == usual["pid"] == process.pid
 
 
-def test_a_module_that_cannot_be_imported_is_left_to_the_worker(files: Path) -> None:
+def test_a_broken_module_is_left_to_the_worker(files: Path) -> None:
     with fork_server(["no_such_module", "slow_library"], {}), started(worker_command({}), files) as (_, forked):
         assert forked["imported"] == forked["parent"]
 

@@ -100,7 +100,7 @@ def wait_until_gone(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if alive(pid)]
 
 
-def test_a_hung_member_is_killed_and_a_busy_one_is_not(start: Start) -> None:
+def test_a_hung_member_is_killed_a_busy_one_not(start: Start) -> None:
     silence = paced(2.0)
     group = start(2, "tests.cluster.members:Loads", watching=Watching(health_timeout=silence))
     group.wait(group.construct([(0,), (1,)]))
@@ -267,9 +267,7 @@ def test_a_group_goes_on_after_a_refusal_that_changed_nothing(two: RayGroup) -> 
     assert two.call("refuse", 7) == [0, 1]
 
 
-def test_a_save_that_fails_on_one_rank_does_not_end_those_that_still_write(
-    two: RayGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_spares_ranks_that_still_write(two: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)
     pending = two.start("save", 1.0)
     assert not two.ready(pending, timeout=0.5)

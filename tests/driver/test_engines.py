@@ -368,7 +368,7 @@ def test_earlier_versions_are_sampled_as_the_group_computes_them() -> None:
         assert engines.generate(request).logprobs.tobytes() not in first
 
 
-def test_rows_of_a_version_that_goes_are_refused_and_engines_live() -> None:
+def test_rows_of_a_version_that_goes_are_refused() -> None:
     request = prompts([3, 4])
     with without_ray(), Engines.start(ADAPTED) as engines:
         for _ in range(2):
@@ -401,7 +401,7 @@ def test_engines_that_slept_hold_the_newest_version_alone() -> None:
             engines.generate(evolve(prompts([3, 4]), version=1))
 
 
-def test_engines_that_have_all_died_are_replaced_before_rows_are_generated(engines: Fleet) -> None:
+def test_dead_engines_are_replaced_before_rows_are_generated(engines: Fleet) -> None:
     actor, ears = Group(), Ears()
     own = make_engines(make_config(), actor, engines.fleet, ears)
     own.push()
@@ -419,7 +419,7 @@ def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet) -> Non
         own.begin(prompts([3, 4])).result(60.0)
 
 
-def test_rows_that_a_turn_interrupts_go_on_after_the_next_push() -> None:
+def test_interrupted_rows_go_on_after_the_next_push() -> None:
     with without_ray(), Engines.start(OWN) as engines:
         shared: Any = {"actor": engines.group}
         engines.residency = sharing(shared, fleet=engines.fleet)  # type: ignore[arg-type]
@@ -442,6 +442,6 @@ def test_rows_that_a_turn_interrupts_go_on_after_the_next_push() -> None:
         ({"data": {"held_out": 3}, "cluster": {"placement": "elsewhere"}}, "cluster.placement"),
     ],
 )
-def test_what_is_wrong_with_a_config_is_said_before_a_process_starts(wrong: Any, message: str) -> None:
+def test_a_wrong_config_is_refused_before_a_process_starts(wrong: Any, message: str) -> None:
     with pytest.raises(UserError, match=message), Engines.start({**OWN, **wrong}):
         pytest.fail("it has started")

@@ -131,7 +131,7 @@ class FakeRun:
     ],
     ids=repr,
 )
-def test_a_failure_rescues_the_save_in_flight_and_stays_the_error(
+def test_a_failure_rescues_the_pending_save_and_stays(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     failure: BaseException,

@@ -113,9 +113,7 @@ def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPa
         ({"mismatch_bound": 0.002}, "bfloat16", {}, 0.002),
     ],
 )
-def test_the_bound_is_of_the_coarser_side_unless_it_is_set(
-    algorithm: Any, precision: Any, weights: Any, bound: float
-) -> None:
+def test_the_bound_is_the_coarser_sides_unless_set(algorithm: Any, precision: Any, weights: Any, bound: float) -> None:
     train = TrainConfig(precision=precision)
     assert bound_of(AlgorithmConfig(**algorithm), train=train, weights=WeightsConfig(**weights)) == bound
 

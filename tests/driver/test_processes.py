@@ -114,7 +114,7 @@ class DiesAtFirst(Starts):
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
-def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns: bool) -> None:
+def test_ranks_that_die_in_their_start_are_restarted(in_turns: bool) -> None:
     groups: Any = {"critic": DiesAtFirst(2), "actor": DiesAtFirst(2)}
     for group in groups.values():
         group.construct = lambda: Future(object(), lambda timeout: True, lambda: None)

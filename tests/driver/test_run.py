@@ -526,7 +526,7 @@ class Full(Files):
         self.log.append(("give up", True))
 
 
-def test_in_memory_saves_are_of_resumable_steps_and_end_no_run(make_run: Callable[..., Run]) -> None:
+def test_in_memory_saves_are_resumable_and_end_no_run(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(weights={"every": 2}, checkpoint={"every": 2})
     saved: dict[str, Any] = {"source": Source(), "ears": ears}
     memory = Files(0)
@@ -575,7 +575,7 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     assert len(asking.saved) == 2
 
 
-def test_a_checkpoint_of_this_step_is_in_memory_if_there_are_such_and_room(make_run: Callable[..., Run]) -> None:
+def test_a_checkpoint_to_restart_from_is_in_memory_if_possible(make_run: Callable[..., Run]) -> None:
     def saved(*, memory: Files | None, disk: Files) -> Path:
         run = make_run(make_config(), checkpoints=disk, memory=memory, rollout_step=4, source=Source())
         return run.saves.for_restart(run._driver_part)

@@ -33,10 +33,6 @@ def slow(scored: Any) -> Any:
     return scored
 
 
-def share_of_zeros(prompt: Prompt, response: str) -> float:
-    return response.count("0") / 4
-
-
 def shot_after(answer: str, directory: str | Path) -> Path:
     """The picture that the tool of `play_with_shots` shows after this answer."""
     return Path(directory) / f"shot-{kind(answer) % 3}.png"

@@ -94,7 +94,7 @@ def with_adapters(kind: str, lora: LoraConfig) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen2"])  # the latter has biases
-def test_the_output_is_that_of_the_weights_with_scale_b_a_added(kind: str) -> None:
+def test_the_output_is_that_of_merged_weights(kind: str) -> None:
     lora = evolve(LORA, rslora=True)
     assert lora.scale == 7.0 / math.sqrt(3) and LORA.scale == 7.0 / 3
     model, merged = with_adapters(kind, lora), drawn_model(tiny_config(kind))
@@ -111,7 +111,7 @@ def test_the_output_is_that_of_the_weights_with_scale_b_a_added(kind: str) -> No
     assert (found - wanted).abs().max() < 1e-5
 
 
-def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_split_in_files_gets_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     def split(model: PreTrainedModel, params: dict[str, Tensor]) -> dict[str, Tensor]:
         up = params.pop("model.layers.0.mlp.up_proj.weight")
         return {**params, "up.0": up[:48], "up.1": up[48:]}
@@ -213,9 +213,7 @@ def made(found: dict[str, Any], tiny_models: dict[str, Path]) -> Callable[[str],
 @needs_peft
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", CASES)
-def test_a_run_that_goes_on_from_adapters_of_peft_begins_with_its_log_probs_and_its_gradients(
-    kind: str, made: Callable[[str], Made]
-) -> None:
+def test_adapters_of_peft_begin_with_its_logprobs_and_gradients(kind: str, made: Callable[[str], Made]) -> None:
     case, settings = made(kind), CASES[kind]
     lora = case.setup.lora
     assert lora is not None and lora.targets is not None

@@ -53,7 +53,7 @@ def peft(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("lora", [None, {}])
-def test_adapters_of_a_model_with_a_tower_are_named_for_its_class(tmp_path: Path, lora: Any) -> None:
+def test_adapters_beside_a_tower_name_the_checkpoints_class(tmp_path: Path, lora: Any) -> None:
     base = write_pictures("mistral3", tmp_path / "base")
     model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
     rollout = {**DATA["rollout"], "max_tokens": 8}

@@ -65,9 +65,7 @@ def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytes
     assert given(config.model) == config.model
 
 
-def test_a_model_beside_python_files_is_refused_before_plugins_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_beside_python_files_is_refused_before_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = config_in(tmp_path / "run", backend={"name": "no_such_module:SPEC"})
     config = evolve(config, model=ModelConfig(path="."))

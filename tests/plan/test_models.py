@@ -289,7 +289,7 @@ def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> Non
     assert checked(directory, pictures="vision", tower="trained") == []
 
 
-def test_files_without_a_whole_tower_are_refused_only_where_it_is_shown(tmp_path: Path) -> None:
+def test_files_without_a_whole_tower_are_refused_with_pictures(tmp_path: Path) -> None:
     directory = write_pictures("qwen3_vl", tmp_path)
     tensors = tensors_in(directory)
     gone = next(name for name in tensors if "visual" in name)
