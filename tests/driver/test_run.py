@@ -181,24 +181,27 @@ def with_experts() -> ScoredRollout:
     return evolve(scored(), rollout=evolve(rollout, batch=batch().with_columns(**{EXPERTS: CHOSEN + 100})))
 
 
-def test_old_logprobs_and_their_experts_come_from_one_pass(make_run: Callable[..., Run]) -> None:
+OF_REFERENCE = ((Output.LOGPROBS,), REFERENCE, False)
+
+
+@pytest.mark.parametrize(
+    ("replay", "passed", "experts"),
+    [
+        ("recompute", ((Output.LOGPROBS, EXPERTS), "", False), CHOSEN),  # in one pass, and not the engine's
+        ("engine", ((Output.LOGPROBS,), "", True), CHOSEN + 100),
+    ],
+)
+def test_old_logprobs_use_the_experts_that_training_does(
+    make_run: Callable[..., Run], replay: str, passed: Any, experts: Any
+) -> None:
     actor = Group()
-    algorithm = {"old_logprobs": "recompute", "routing_replay": "recompute", "kl_coef": 0.1}
+    algorithm = {"old_logprobs": "recompute", "routing_replay": replay, "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
     columns = run.prepare(with_experts()).samples.columns
-    assert actor.passes == [((Output.LOGPROBS, EXPERTS), "", False), ((Output.LOGPROBS,), REFERENCE, False)]
-    np.testing.assert_array_equal(columns["routed_experts"], CHOSEN)  # and not the engine's
+    assert actor.passes == [passed, OF_REFERENCE]
+    np.testing.assert_array_equal(columns["routed_experts"], experts)
     assert columns["routed_experts"].dtype == np.int16
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
-
-
-def test_old_logprobs_use_the_engines_experts_where_training_does(make_run: Callable[..., Run]) -> None:
-    actor = Group()
-    algorithm = {"old_logprobs": "recompute", "routing_replay": "engine", "kl_coef": 0.1}
-    run = make_run(make_config(algorithm=algorithm), actor=actor)
-    columns = run.prepare(with_experts()).samples.columns
-    assert actor.passes == [((Output.LOGPROBS,), "", True), ((Output.LOGPROBS,), REFERENCE, False)]
-    np.testing.assert_array_equal(columns["routed_experts"], CHOSEN + 100)
 
 
 def test_missing_experts_end_the_run(make_run: Callable[..., Run]) -> None:

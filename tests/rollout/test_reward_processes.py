@@ -1,5 +1,6 @@
 """Real processes, which import `tests.rollout.user_rewards` by name."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from corerl.config.schema import RewardConfig
@@ -21,21 +21,15 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward, reward_of
-from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import RewardScorer, Scores
-from corerl.types import OnProgress, SampleBatch
+from corerl.types import OnProgress
 from tests.machine import paced
+from tests.rollout import rewarding
 
 ACT = "tests.rollout.user_rewards:act"
 
 
-def rollout(texts: list[str]) -> Rollout:
-    batch = SampleBatch(
-        tokens=np.zeros(len(texts), dtype=np.int64),
-        offsets=np.arange(len(texts) + 1),
-        row_columns={"group": np.zeros(len(texts), dtype=np.int64)},
-    )
-    return Rollout(batch=batch, prompts=(Prompt(index=7, text="p", answer="a"),), texts=texts)
+rollout = functools.partial(rewarding.rollout, prompt=Prompt(index=7, text="p", answer="a"))
 
 
 @contextmanager
