@@ -314,22 +314,6 @@ def step(engines: Engines, samples: SampleBatch, number: int) -> None:
     engines.group.train(samples, plan, LossSpec(name="weighted_logprobs"), at).result()
 
 
-def test_engines_of_ones_own_sample_what_the_group_has_trained() -> None:
-    request, found = prompts([3, 4, 5], [7, 8]), []
-    with without_ray(), Engines.start(OWN) as engines:
-        assert engines.version == -1
-        for number in range(3):
-            assert engines.push() == number
-            samples = answered(request, engines.generate(request))
-            mask = samples.columns["loss_mask"]
-            assert set(samples.columns["versions"][mask]) == {number}
-            wanted = engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
-            np.testing.assert_allclose(samples.columns["rollout_logprobs"][mask], wanted[mask], atol=1e-5)
-            found.append(samples.columns["rollout_logprobs"][mask].mean())
-            step(engines, samples, number)
-    assert found[0] < found[1] < found[2]
-
-
 ADAPTED = {**OWN, "lora": {"rank": 2}, "weights": {**OWN["weights"], "lora": "adapter", "versions": 3}}
 
 

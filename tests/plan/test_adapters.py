@@ -89,9 +89,3 @@ def test_settings_that_a_directory_of_peft_contradicts_are_all_told(tmp_path: Pa
             f"lora.rslora: False, but the adapters in {peft} have True; remove it",
         ]
     )
-
-
-def test_adapters_of_another_model_are_refused_with_their_setting(tmp_path: Path, peft: Path) -> None:
-    wider = {**DATA["model"], "config": {**DATA["model"]["config"], "intermediate_size": 96}}
-    (line,) = refused(tmp_path, lora={"path": str(peft)}, model=wider)
-    assert line.startswith(f"lora.path: {peft}/adapter_model.safetensors has [64, 3] for ")

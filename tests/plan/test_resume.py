@@ -257,15 +257,8 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_directory_without_write_access_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
     require_writable(tmp_path / "not/there/yet")
     assert not (tmp_path / "not").exists()
-    for place in (tmp_path / "file", tmp_path / "file/run"):
-        with pytest.raises(ConfigError) as caught:
-            make_plan(config_in(place), starting=False)
-        assert caught.value.message == (
-            f"run.dir: cannot write to {place} ({tmp_path / 'file'}: Not a directory); set another directory"
-        )
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
     with pytest.raises(
         ConfigError, match=rf"^run.dir: .*/run \({tmp_path}: Permission denied\); set another directory$"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from attrs import evolve
 
@@ -44,7 +46,7 @@ def with_pictures(step: ScoredRollout) -> ScoredRollout:
     column = np.zeros(len(batch.tokens), np.int32)
     column[batch.offsets[:2]] = 1
     prompts = (
-        evolve(step.rollout.prompts[0], pictures=(first, second), fields={"image": b"abc"}),
+        evolve(step.rollout.prompts[0], pictures=(first, second), fields={"image": b"abc", "where": Path("a/b")}),
         step.rollout.prompts[1],
     )
     batch = evolve(batch.with_columns(picture=column), pictures=(first,))
