@@ -72,26 +72,6 @@ def test_an_episode_counts_as_one_sample_of_the_step(aggregation: str, expected:
 PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected", "denominator"),
-    [
-        ("token-mean", [1, 1, 1, 1, 1], 2 + 5 + 0 + 5 + 0),
-        # The first episode has loss tokens in two of its three samples, the last one in none.
-        ("sequence-mean", [1 / (2 * 2), 1 / (2 * 5), 0, 1 / 5, 0], 2),
-        ("constant-length", [1 / 16, 1 / 16, 0, 1 / 16, 0], 3),
-    ],
-)
-def test_a_part_of_a_step_has_weights_without_the_count(
-    aggregation: str, expected: list[float], denominator: int
-) -> None:
-    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
-    for unit in (1.0, 8.0):
-        plan, found = plan_part(batch, **{**PART, "aggregation": aggregation, "unit": unit})
-        assert plan.scales.tolist() == pytest.approx([each / unit for each in expected])
-        assert found == denominator
-        assert real_samples(plan) == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("unit", [1.0, 37.0])
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant-length"])
 def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float) -> None:
