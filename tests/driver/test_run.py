@@ -398,6 +398,13 @@ def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run
         assert len(check.judged) == 1
 
 
+def test_samples_are_compared_by_the_experts_that_training_replays(make_run: Callable[..., Run]) -> None:
+    actor, given = Group(), with_experts()
+    check, config = Judging(given.rollout.batch), make_config(algorithm={"routing_replay": "engine"})
+    make_run(config, actor=actor, logprob_check=check, pushed_at=0).prepare(given)
+    assert actor.passes == [((Output.LOGPROBS,), "", True)] and len(check.judged) == 1
+
+
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
