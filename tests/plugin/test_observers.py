@@ -133,11 +133,8 @@ def test_hooks_of_another_process_are_refused() -> None:
         def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
-    class Hears:
-        def observe(self, event: object) -> None: ...
-
     with pytest.raises(ContractError, match="^extension:a implements observe, but it is called on the driver only; "):
-        PluginHost(Fake(), name="mine", extensions=[("a", Hears())], context=CONTEXT)
+        PluginHost(Fake(), name="mine", extensions=[("a", Hears("a", []))], context=CONTEXT)
     with pytest.raises(ContractError) as caught:
         Observers([("t", Wraps())])
     assert caught.value.message == (

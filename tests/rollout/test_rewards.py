@@ -348,20 +348,18 @@ def test_a_reward_with_a_wrong_signature_is_refused(mine: ModuleType, function: 
 
 
 def test_errors_of_several_functions_name_their_place(mine: ModuleType) -> None:
+    one = RewardFunction(name="exact-match")
+    for functions, name, said in (
+        ([one, evolve(one, name="exact-mach")], {}, r"^reward.functions\[1\].name: unknown reward 'exact-mach'; built"),
+        ([one, one], {}, "two functions are named 'exact-match'; give each a different label"),
+        ([evolve(one, label="a.b"), evolve(one, label="a")], {}, "reward.functions: 'a.b' could also be a part of 'a'"),
+        ([one], {"name": "exact-match"}, "reward.functions: cannot be combined with reward.name"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            reward_of(RewardConfig(functions=tuple(functions), **name))
     mine.odd = lambda prompt, response: "x"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"^reward.functions\[1\].name: unknown reward 'exact-mach'; built in"):
-        reward_of(RewardConfig(functions=(RewardFunction(name="exact-match"), RewardFunction(name="exact-mach"))))
-    twice = (RewardFunction(name="exact-match"), RewardFunction(name="exact-match"))
-    with pytest.raises(ConfigError, match="two functions are named 'exact-match'; give each a different label"):
-        reward_of(RewardConfig(functions=twice))
-    inside = tuple(RewardFunction(name="exact-match", label=label) for label in ("style.short", "style"))
-    with pytest.raises(ConfigError, match="reward.functions: 'style.short' could also be a part of 'style'"):
-        reward_of(RewardConfig(functions=inside))
-    with pytest.raises(ConfigError, match="reward.functions: cannot be combined with reward.name"):
-        reward_of(RewardConfig(name="exact-match", functions=twice[:1]))
-    odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcomes(
-        [(SORT, "x", ())]
-    )[0]
+    several = reward_of(RewardConfig(functions=(one, RewardFunction(name="my_rewards:odd"))))
+    (odd,) = several.outcomes([(SORT, "x", ())])
     assert isinstance(odd, Failure)
     assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
 
