@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from corerl.config.schema import RewardConfig
+from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_processes import RewardPool
@@ -278,3 +278,16 @@ def test_busy_processes_do_not_outlive_the_driver(tmp_path: Path, how: signal.Si
     (os.kill if how is signal.SIGKILL else os.killpg)(driver.pid, how)
     assert driver.wait(timeout=paced(30)) != 0
     assert gone(pids)
+
+
+def test_with_an_async_function_others_run_in_the_main_thread() -> None:
+    names = ("promised", "lazy")
+    config = RewardConfig(
+        functions=tuple(RewardFunction(name=f"tests.rollout.user_rewards:{name}") for name in names),
+        processes=1,
+        timeout=0.5,
+    )
+    with scorer(reward_of(config), config) as judge:
+        found = judge.score(rollout(["one", "sync", "sleep", "three"]))
+    assert found.rewards.tolist() == [3.0 + 1, 0.0, 0.0, 5.0 + 1]
+    assert found.failures == {"timeout": 2}

@@ -91,3 +91,10 @@ def parent(prompt: Prompt, response: str, *, directory: str) -> float:
     for pid, kind in zip((*started, forked.pid, os.getpid()), ("", "own session", "", ""), strict=True):
         Path(directory, str(pid)).write_text(kind)
     return act(prompt, response)
+
+
+def lazy(prompt: Prompt, response: str) -> float:
+    """Needs the main thread, and sleeps beyond its time on one response."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    time.sleep(600 if response == "sync" else 0.0)
+    return 1.0
