@@ -11,6 +11,7 @@ from attrs import evolve
 from corerl.data.packing import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
 from corerl.errors import DataError
 from corerl.types import ParallelLayout, SampleBatch
+from tests.marked import marked
 
 DEFAULTS: dict[str, Any] = {
     "layout": ParallelLayout.data_parallel(rank=0, world_size=2),
@@ -27,16 +28,8 @@ def layout(dp_size: int, **multiples: Any) -> ParallelLayout:
 
 def batch_of(lengths: list[int], *, samples_per_group: int = 1, prompt: int = 1) -> SampleBatch:
     """Samples whose first `prompt` tokens are not the policy's."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    mask = np.ones(offsets[-1], dtype=np.bool_)
-    for start, length in zip(offsets[:-1], lengths, strict=True):
-        mask[start : start + min(prompt, length)] = False
-    return SampleBatch(
-        tokens=np.arange(offsets[-1]),
-        offsets=offsets,
-        columns={"loss_mask": mask},
-        row_columns={"group": np.arange(len(lengths)) // samples_per_group},
-    )
+    rows = ["." * min(prompt, length) + "x" * (length - prompt) for length in lengths]
+    return marked(*rows, of_rows={"group": np.arange(len(lengths)) // samples_per_group})
 
 
 def random_batch(samples: int, *, samples_per_group: int = 1) -> SampleBatch:

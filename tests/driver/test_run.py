@@ -50,6 +50,7 @@ from tests.driver.fakes import (
     told,
 )
 from tests.driver.saved import TEACHER, make_config
+from tests.marked import marked
 from tests.rollout import sampling
 from tests.rollout.engines import Engines
 from tests.rollout.listed import Listed
@@ -130,21 +131,9 @@ def engines() -> Iterator[Engines]:
 
 def batch() -> SampleBatch:
     """Two samples of one prompt: a token of prompt, then one and two of response."""
-    return SampleBatch(
-        tokens=np.arange(5),
-        offsets=np.array([0, 2, 5]),
-        columns={
-            "loss_mask": np.array([False, True, False, True, True]),
-            "rollout_logprobs": np.array([0.0, -0.5, 0.0, -0.25, -0.125], np.float32),
-            "versions": np.array([0, 3, 0, 2, 3]),
-        },
-        row_columns={
-            "group": np.array([0, 0]),
-            "sample": np.arange(2),
-            "response_length": np.array([1, 2]),
-            "truncated": np.array([False, False]),
-        },
-    )
+    rows = {"group": [0, 0], "sample": [0, 1], "response_length": [1, 2], "truncated": [False, False]}
+    logprobs = [0.0, -0.5, 0.0, -0.25, -0.125]
+    return marked(".x", ".xx", of_rows=rows, rollout_logprobs=logprobs, versions=[0, 3, 0, 2, 3])
 
 
 def scored() -> ScoredRollout:

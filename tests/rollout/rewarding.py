@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 from corerl.config.schema import RewardConfig
 from corerl.data.prompts import Prompt
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import reward_of
 from corerl.rollout.sampler import Rollout
-from corerl.types import SampleBatch
+from tests.marked import marked
 
 SORT = Prompt(index=35018, text="35018>", answer="01358")
 
@@ -28,10 +29,6 @@ def rollout(
     texts: Sequence[str], prompt: Prompt = SORT, outcomes: Sequence[Any] = (), **rows: Sequence[Any]
 ) -> Rollout:
     """A sample of the prompt for each text; further columns of `rows`."""
-    count = len(texts)
-    batch = SampleBatch(
-        tokens=np.zeros(count, np.int64),
-        offsets=np.arange(count + 1),
-        row_columns={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
-    )
+    batch = marked(*"x" * len(texts), of_rows={"group": [0] * len(texts), **rows})
+    batch = evolve(batch, tokens=np.zeros_like(batch.tokens))
     return Rollout(batch=batch, prompts=(prompt,), texts=list(texts), outcomes=list(outcomes))
