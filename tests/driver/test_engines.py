@@ -11,17 +11,18 @@ import pytest
 from attrs import evolve
 
 from corerl.driver.engines import Engines
-from corerl.engines.base import GenerateRequest, Generation, Received, SamplingParams
+from corerl.engines.base import GenerateRequest, Generation, Received
 from corerl.errors import EngineFailed, InsufficientResources, UserError, VersionGone, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
 from corerl.rollout.sampler import assemble
 from corerl.rollout.source import Policies
-from corerl.types import LossSpec, Output, SampleBatch, Step, offsets_of
+from corerl.types import LossSpec, Output, SampleBatch, Step
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl_testing.models import tiny_fields
 from tests.driver.fakes import Ears, Group, Source, make_engines, sharing, told
 from tests.driver.saved import make_config
+from tests.engines.services import request_of
 from tests.in_process import without_ray
 from tests.rollout.engines import Engines as Fleet
 
@@ -290,12 +291,7 @@ OWN: dict[str, Any] = {
 
 
 def prompts(*rows: list[int]) -> GenerateRequest:
-    return GenerateRequest(
-        tokens=np.concatenate([np.array(row) for row in rows]),
-        offsets=offsets_of([len(row) for row in rows]),
-        noise_keys=np.arange(len(rows)),
-        params=SamplingParams(max_tokens=6),
-    )
+    return request_of(rows, max_tokens=6)
 
 
 MANY = 400  # tokens, which take longer than a turn

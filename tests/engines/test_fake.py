@@ -6,11 +6,12 @@ import torch
 from attrs import evolve
 
 from corerl.config.schema import ModelConfig
-from corerl.engines.base import GenerateRequest, SamplingParams
+from corerl.engines.base import GenerateRequest
 from corerl.errors import EngineFailed
 from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
 from tests.engines.models import context, spread, update
+from tests.engines.services import request_of
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
 
@@ -20,12 +21,7 @@ def fake(index: int = 0) -> FakeEngine:
 
 
 def request(rows: int) -> GenerateRequest:
-    return GenerateRequest(
-        tokens=np.arange(2 * rows) % 8,
-        offsets=np.arange(rows + 1) * 2,
-        noise_keys=np.arange(rows) * 31,
-        params=SamplingParams(max_tokens=5, stop_tokens=(3,)),
-    )
+    return request_of((np.arange(2 * rows).reshape(-1, 2) % 8).tolist(), max_tokens=5, stop_tokens=(3,))
 
 
 def test_answers_are_a_function_of_prompt_noise_and_version(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
 from plugins.agents.tests.samplers import episode_sampler
-from tests.engines.services import serve
+from tests.engines.services import request_of, serve
 from tests.rollout import sampling
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines, logprobs, row_of
@@ -345,14 +345,9 @@ def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:
         begun = source.position["begun"]
         if scored.step == 1:  # an evaluation, which finds out, and waits for those in their place
             engines.die()
-            request = GenerateRequest(
-                tokens=np.array([1]), offsets=np.array([0, 1]), noise_keys=np.array([5]), params=PARAMS
-            )
-            answer = serve(
-                engines.fleet,
-                engines.fleet.generate(request, urgent=True),
-                lambda: engines.update(source, engines.version),
-            )
+            request = evolve(request_of([[1]], first_key=5), params=PARAMS)
+            urgent = engines.fleet.generate(request, urgent=True)
+            answer = serve(engines.fleet, urgent, lambda: engines.update(source, engines.version))
             assert answer.tokens.tolist() == row_of(5, 0, 6)
         if scored.step == 3:  # nobody knows before the update
             engines.die()
