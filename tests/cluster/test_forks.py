@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from corerl.cluster.forks import fork_server, worker_command
+from tests.ended import alive, gone
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -50,7 +51,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def started(command: str, files: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+def started(command: str, files: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A worker, and what it says."""
     limits = "ulimit -Sn 777; echo 300 > /proc/self/oom_score_adj"  # as Ray sets some
     line = f"{limits}; exec {command or sys.executable} {files / 'worker.py'} --number 3"
@@ -61,23 +62,6 @@ def started(command: str, files: Path, **variables: str) -> Iterator[tuple[subpr
             yield process, json.loads(process.stdout.readline())
         finally:
             process.kill()
-
-
-def ended(pid: object) -> Callable[[], bool]:
-    def check() -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:
-            return True
-
-    return check
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + paced(20.0)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_forked_worker_is_as_python_would_start_it(files: Path) -> None:
@@ -93,21 +77,20 @@ def test_a_forked_worker_is_as_python_would_start_it(files: Path) -> None:
             process.stdin.write("\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
             assert process.wait(paced(20.0)) == 0
-            assert ended(forked["pid"])()
+            assert not alive(forked["pid"])
 
 
 def test_a_worker_is_killed_with_rays_process(files: Path) -> None:
     with fork_server(["slow_library"], {}), started(worker_command({}), files) as (process, forked):
         process.kill()
-        wait_until(ended(forked["pid"]))
+        assert gone([forked["pid"]])
 
 
 def test_server_and_workers_end_with_the_driver(files: Path) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with driver, started(driver.stdout.readline().strip(), files) as (_, forked):  # type: ignore[union-attr]
         driver.send_signal(signal.SIGKILL)
-        wait_until(ended(forked["parent"]))
-        wait_until(ended(forked["pid"]))
+        assert gone([forked["parent"], forked["pid"]])
 
 
 def test_workers_start_as_usual_without_a_server(files: Path) -> None:

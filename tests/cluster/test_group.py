@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import CallResult, fair_threads
 from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError, HookFailed, SaveFailed, WorkerDied, WrongState
+from tests.ended import gone
 from tests.forks.ray import CPUS
 from tests.machine import paced
 
@@ -84,22 +85,6 @@ def members(start: Start, size: int) -> RayGroup:
     return group
 
 
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until_gone(pids: Sequence[int]) -> list[int]:
-    """Those that are still there after a while; Ray ends processes in the background."""
-    deadline = time.monotonic() + paced(30.0)
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [pid for pid in pids if alive(pid)]
-
-
 def test_a_hung_member_is_killed_a_busy_one_not(start: Start) -> None:
     silence = paced(2.0)
     group = start(2, "tests.cluster.members:Loads", watching=Watching(health_timeout=silence))
@@ -113,7 +98,7 @@ def test_a_hung_member_is_killed_a_busy_one_not(start: Start) -> None:
     assert raised.value.message.startswith(
         f"actor rank 1: its process was killed during sleep: no heartbeat for {silence:g} s (cluster.health_timeout): "
     )
-    assert group.ended and wait_until_gone(pids) == []
+    assert group.ended and gone(pids)
 
 
 def test_a_failure_names_the_member_that_sent_no_heartbeat(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +123,7 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
     assert group.call("listens_at", port)[1] == "127.0.0.1"
     group.kill()
     group.kill()
-    assert wait_until_gone(pids) == []
+    assert gone(pids)
     with pytest.raises(WorkerDied, match=r"^actor rank 0 and its group have ended; answer can no longer be called$"):
         group.call("answer", "all")
     with pytest.raises(WorkerDied, match=r"^actor rank 0: its process died during listen "):
@@ -189,7 +174,7 @@ def test_the_first_failure_is_raised_and_ends_the_group(start: Start) -> None:
     assert caught.value.details.startswith("actor rank 2: fail_after\nTraceback (most recent call last):")
     assert "raise ValueError(texts[self.index])" in caught.value.details
     assert "in two lines" in caught.value.details
-    assert wait_until_gone(pids) == []
+    assert gone(pids)
 
 
 def test_a_member_that_ray_kills_for_memory_has_died(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +192,7 @@ def test_a_member_that_ray_kills_for_memory_has_died(start: Start, monkeypatch: 
             WorkerDied, match=r"^actor rank 0: its process was killed by Ray during pid: the machine ran "
         ):
             group.call("pid")  # as a rank, with which all end
-    assert wait_until_gone(pids) == []
+    assert gone(pids)
 
 
 def test_an_object_that_cannot_be_made_fails_the_start(start: Start) -> None:
@@ -337,7 +322,7 @@ def test_a_group_grows_and_shrinks_while_calls_run(start: Start, slots: list[Slo
     group.shrink(2)
     assert (len(group), group.names, group.nodes) == (1, ["actor rank 0"], [slots[0].node])
     group.grow(["critic rank 0"], slots[1:2], [(2,)])  # in the place of one whose call is still looked at
-    assert wait_until_gone(pids[1:]) == []
+    assert gone(pids[1:])
     found = first_answers(group, waiting)
     assert {member: error.message.partition(" (")[0] for member, error in found.items()} == {
         1: "actor rank 1: its process died during sleep",

@@ -12,13 +12,11 @@ from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.checkpoints import Checkpoints, DriverPart, MemoryCheckpoints
-from corerl.driver.progress import Progress
 from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved
-from corerl.plugin.observers import Observers
 from corerl.types import Step
 from tests.checkpoint.roles import cut, whole
-from tests.driver.fakes import Ears
+from tests.driver.fakes import Ears, progress
 
 
 @define
@@ -86,7 +84,7 @@ def make(run_dir: Path, heard: Ears, *, keep: int = 2, **roles: Group) -> Checkp
         run_dir=run_dir,
         config=CheckpointConfig(every=2, keep=keep),
         roles=roles,  # type: ignore[arg-type]  # the part of a Role that saves
-        progress=Progress(Observers([("heard", heard)]), 0),
+        progress=progress(heard),
     )
 
 

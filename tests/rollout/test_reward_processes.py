@@ -23,6 +23,7 @@ from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.scoring import RewardScorer, Scores
 from corerl.types import OnProgress
+from tests.ended import alive, gone
 from tests.machine import paced
 from tests.rollout import rewarding
 
@@ -48,23 +49,6 @@ def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = N
     config = RewardConfig(name=name, options=options or {}, **settings)
     with scorer(reward_of(config), config) as judge:
         return judge.score(rollout(texts))
-
-
-def alive(pid: int) -> bool:
-    """Until its last thread has ended: so long what it had opened stays open."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z" or threads > 1
-
-
-def gone(pids: set[int], *, within: float = 20.0) -> bool:
-    end = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
 
 
 def test_failed_samples_get_the_failed_value() -> None:
