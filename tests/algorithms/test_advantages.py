@@ -8,15 +8,9 @@ import statistics
 import numpy as np
 import pytest
 
-from corerl.algorithms.advantages import (
-    STD_EPS,
-    gae,
-    group_advantages,
-    spread,
-    whiten,
-    without_truncated,
-)
+from corerl.algorithms.advantages import STD_EPS, gae, group_advantages, spread, whiten, without_truncated
 from corerl.types import BoolArray, FloatArray, SampleBatch
+from tests.marked import marked
 
 REWARDS = np.array([1.0, 0.25, 0.0, 0.5, 0.75, 0.5], dtype=np.float32)
 GROUPS = np.array([7, 3, 7, 3, 3, 7])
@@ -34,18 +28,9 @@ def test_advantages_are_rewards_against_their_own_group(normalize_std: bool) -> 
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def batch_of(*masks: str) -> SampleBatch:
-    """One sample for each text, in which x is a loss token and . is none."""
-    return SampleBatch(
-        tokens=np.zeros(len("".join(masks)), dtype=np.int64),
-        offsets=np.cumsum([0, *map(len, masks)]),
-        columns={"loss_mask": np.array([mark == "x" for mark in "".join(masks)], dtype=np.bool_)},
-    )
-
-
 def random_batch(rng: np.random.Generator) -> SampleBatch:
     """Samples of 0 to 12 tokens with prompts, answers of an environment in between, and some without a loss token."""
-    return batch_of(*("".join(rng.choice([".", "x"], size=rng.integers(0, 13))) for _ in range(40)), "....", "", "xxx")
+    return marked(*("".join(rng.choice([".", "x"], size=rng.integers(0, 13))) for _ in range(40)), "....", "", "xxx")
 
 
 def random_numbers(rng: np.random.Generator, batch: SampleBatch, *, elsewhere: float = np.nan) -> FloatArray:
@@ -109,16 +94,12 @@ def chosen(*numbers: float) -> tuple[FloatArray, BoolArray]:
 
 
 def test_truncated_samples_lose_their_loss_tokens_alone() -> None:
-    batch = SampleBatch(
-        tokens=np.arange(1, 7),
-        offsets=np.array([0, 2, 5, 6]),
-        columns={
-            "loss_mask": np.array([False, True, False, True, True, True]),
-            "rollout_logprobs": np.array([0, -1, 0, -2, -3, -4], dtype=np.float32),
-            "versions": np.array([0, 7, 0, 7, 8, 8]),
-            "experts": np.array([1, 2, 3, 4, 5, 6]),
-        },
-        row_columns={"truncated": np.array([False, True, False]), "group": np.array([0, 0, 1])},
+    batch = marked(
+        *(".x", ".xx", "x"),
+        rollout_logprobs=[0.0, -1.0, 0.0, -2.0, -3.0, -4.0],
+        versions=[0, 7, 0, 7, 8, 8],
+        experts=[1, 2, 3, 4, 5, 6],
+        of_rows={"truncated": [False, True, False], "group": [0, 0, 1]},
     )
     got = without_truncated(batch)
     assert {name: column.tolist() for name, column in got.columns.items()} == {

@@ -9,6 +9,7 @@ import pytest
 
 from corerl.algorithms.corrections import correction_metrics, importance_weights
 from corerl.types import FloatArray, SampleBatch
+from tests.marked import marked
 
 Level = Literal["token", "sequence", "geometric"]
 Beyond = Literal["truncate", "mask"]
@@ -18,12 +19,9 @@ Beyond = Literal["truncate", "mask"]
 # p_trainer           .4   .3         .2    .1
 # p_engine            .2   .4         .1    .05
 # ratio               2    3/4        2     2
-MASK = [False, True, True, False, True, True, False]
 TRAINER = [1, 0.4, 0.3, 1, 0.2, 0.1, 1]
 ENGINE = [1, 0.2, 0.4, 1, 0.1, 0.05, 1]
-BATCH = SampleBatch(
-    tokens=np.zeros(7, dtype=np.int64), offsets=np.array([0, 4, 6, 7]), columns={"loss_mask": np.array(MASK)}
-)
+BATCH = marked(".xx.", "xx", ".")
 
 
 def logs(probabilities: list[float]) -> FloatArray:

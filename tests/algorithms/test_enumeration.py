@@ -186,20 +186,6 @@ CONSTANT = "algorithm.aggregation=constant-length"
 RETURNS = ("algorithms.ppo.whiten=false",)  # gamma and lambda are 1
 
 
-def test_distillation_descends_the_kl_to_the_teacher_at_each_state() -> None:
-    world, weights = RANDOM, stated_weights(RANDOM, "constant-length")
-
-    def objective(logprobs: Tensor) -> Tensor:
-        return (weights * world.at(divergence(logprobs, world.teacher))).sum()
-
-    exact = gradient_of(objective, world.old)
-    assert_same(gradients(world, world.old, "distill", CONSTANT).gradient, exact)
-    # Its advantages stay those of the old policy, unlike the penalty of `kl_coef`.
-    later = gradients(world, world.later, "distill", CONSTANT, "algorithms.distill.clip_high=9").gradient
-    exact = gradient_of(objective, world.later)
-    assert (later - exact).norm() / exact.norm() > 0.1
-
-
 # ---- the KL penalty --------------------------------------------------------------------------------------------------
 
 
@@ -225,18 +211,6 @@ def test_a_penalty_in_the_loss_has_the_kls_gradient(estimator: str, aggregation:
         assert_same(gradient, gradient_of(objective, policy))
         unbiased = value == pytest.approx(objective(policy).item(), rel=1e-6)
         assert unbiased == (estimator != "k2")
-
-
-@pytest.mark.parametrize("name", [each for each in ALGORITHMS if each != "distill"])
-def test_the_default_penalty_has_the_kls_gradient_in_every_algorithm(name: str) -> None:
-    world, weights = RANDOM, stated_weights(RANDOM, "constant-length")
-
-    def objective(logprobs: Tensor) -> Tensor:
-        return (weights * world.at(divergence(logprobs, world.reference))).sum()
-
-    for policy in (world.old, world.later):
-        gradient, _ = penalty_of(world, policy, name, CONSTANT)
-        assert_same(gradient, gradient_of(objective, policy))
 
 
 def test_k3_differentiated_begins_with_the_other_kls_gradient() -> None:

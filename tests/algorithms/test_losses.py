@@ -7,15 +7,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.algorithms.losses import (
-    Loss,
-    LossInputs,
-    LossResult,
-    TensorMetric,
-    clipped,
-    value,
-    weighted_logprobs,
-)
+from corerl.algorithms.losses import Loss, LossInputs, LossResult, TensorMetric, clipped, value, weighted_logprobs
 from corerl.errors import ContractError
 from corerl.types import Reduction
 from tests.algorithms.ragged import random_samples, step_of

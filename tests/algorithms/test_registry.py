@@ -14,7 +14,8 @@ from attrs import evolve
 from corerl.algorithms.losses import LossInputs, LossResult
 from corerl.algorithms.registry import policy_loss, resolve_loss, users_estimate, users_postprocess
 from corerl.errors import ConfigError, DataError
-from corerl.types import LossSpec, SampleBatch
+from corerl.types import LossSpec
+from tests.marked import marked
 
 
 def reinforce(inputs: LossInputs, *, entropy_coef: float = 0.0, offset: float) -> LossResult:
@@ -106,12 +107,7 @@ def test_a_coefficient_that_the_loss_would_leave_out_is_refused() -> None:
 
 REWARDS = np.array([1.0, 0.0], np.float32)
 ZEROS = np.zeros(5, np.float32)
-SAMPLES = SampleBatch(  # two of one prompt: a token of prompt, then one and two of response
-    tokens=np.arange(5),
-    offsets=np.array([0, 2, 5]),
-    columns={"loss_mask": np.array([False, True, False, True, True])},
-    row_columns={"group": np.array([0, 0])},
-)
+SAMPLES = marked(".x", ".xx", of_rows={"group": [0, 0]})
 
 
 @pytest.fixture

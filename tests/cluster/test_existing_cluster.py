@@ -82,7 +82,7 @@ def ask_until_it_is_gone(killed: RemoteObject) -> None:
         killed.ask("notes")
 
 
-def test_an_object_on_a_node_is_called_in_order_and_aside(address: str) -> None:
+def test_a_nodes_object_is_called_in_order_and_aside(address: str) -> None:
     with ray_session(address=address, cpus=1.0):
         known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         assert living_nodes().keys() == known.keys() and {own_address()} == set(known.values())

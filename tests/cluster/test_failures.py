@@ -56,11 +56,7 @@ def test_a_death_names_the_step_and_the_last_known_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        (SAID, " (6.01 of 23.54 GB in use)"),
-        ("in words of another version", ""),
-    ],
+    ("text", "numbers"), [(SAID, " (6.01 of 23.54 GB in use)"), ("in words of another version", "")]
 )
 def test_a_process_killed_for_memory_is_one_line_with_numbers(text: str, numbers: str) -> None:
     told = f"engine-0: its process was killed by Ray during generate: the machine ran out of memory{numbers}; "

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import CallResult, fair_threads
 from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError, HookFailed, SaveFailed, WorkerDied, WrongState
+from tests.ended import gone
 from tests.forks.ray import CPUS
 from tests.machine import paced
 
@@ -84,23 +85,7 @@ def members(start: Start, size: int) -> RayGroup:
     return group
 
 
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until_gone(pids: Sequence[int]) -> list[int]:
-    """Those that are still there after a while; Ray ends processes in the background."""
-    deadline = time.monotonic() + paced(30.0)
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [pid for pid in pids if alive(pid)]
-
-
-def test_a_hung_member_is_killed_and_a_busy_one_is_not(start: Start) -> None:
+def test_a_hung_member_is_killed_a_busy_one_not(start: Start) -> None:
     silence = paced(2.0)
     group = start(2, "tests.cluster.members:Loads", watching=Watching(health_timeout=silence))
     group.wait(group.construct([(0,), (1,)]))
@@ -113,23 +98,7 @@ def test_a_hung_member_is_killed_and_a_busy_one_is_not(start: Start) -> None:
     assert raised.value.message.startswith(
         f"actor rank 1: its process was killed during sleep: no heartbeat for {silence:g} s (cluster.health_timeout): "
     )
-    assert group.ended and wait_until_gone(pids) == []
-
-
-@pytest.mark.nightly  # who is late is told in test_heartbeat.py, and the test above kills one
-def test_a_rank_late_in_its_start_is_killed_not_its_waiters(start: Start, tmp_path: Path) -> None:
-    bound = paced(8.0)  # enough for a process to begin on a busy machine
-    group = start(2, "tests.cluster.ranks:Rank", watching=Watching(start_timeout=bound))
-    host, port, listening = group.listen(0)
-    group.wait(group.construct([(0, 2), (1, 2)]))
-    os.mkfifo(tmp_path / "gate")  # which nobody opens
-    with pytest.raises(WorkerDied) as raised:
-        group.wait(group.start_each("init", [(host, port, listening, ""), (host, port, None, str(tmp_path / "gate"))]))
-    assert re.fullmatch(
-        rf"actor rank 1: its process was killed during init: not started after {bound:g} s of work "
-        r"\(cluster\.start_timeout\): actor rank 1 is in 'model build' \(cluster/ranks\.py:\d+ in hold\)",
-        raised.value.message,
-    )
+    assert group.ended and gone(pids)
 
 
 def test_a_failure_names_the_member_that_sent_no_heartbeat(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +123,7 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
     assert group.call("listens_at", port)[1] == "127.0.0.1"
     group.kill()
     group.kill()
-    assert wait_until_gone(pids) == []
+    assert gone(pids)
     with pytest.raises(WorkerDied, match=r"^actor rank 0 and its group have ended; answer can no longer be called$"):
         group.call("answer", "all")
     with pytest.raises(WorkerDied, match=r"^actor rank 0: its process died during listen "):
@@ -205,7 +174,7 @@ def test_the_first_failure_is_raised_and_ends_the_group(start: Start) -> None:
     assert caught.value.details.startswith("actor rank 2: fail_after\nTraceback (most recent call last):")
     assert "raise ValueError(texts[self.index])" in caught.value.details
     assert "in two lines" in caught.value.details
-    assert wait_until_gone(pids) == []
+    assert gone(pids)
 
 
 def test_a_member_that_ray_kills_for_memory_has_died(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +192,7 @@ def test_a_member_that_ray_kills_for_memory_has_died(start: Start, monkeypatch: 
             WorkerDied, match=r"^actor rank 0: its process was killed by Ray during pid: the machine ran "
         ):
             group.call("pid")  # as a rank, with which all end
-    assert wait_until_gone(pids) == []
+    assert gone(pids)
 
 
 def test_an_object_that_cannot_be_made_fails_the_start(start: Start) -> None:
@@ -283,9 +252,7 @@ def test_a_group_goes_on_after_a_refusal_that_changed_nothing(two: RayGroup) -> 
     assert two.call("refuse", 7) == [0, 1]
 
 
-def test_a_save_that_fails_on_one_rank_does_not_end_those_that_still_write(
-    two: RayGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_spares_ranks_that_still_write(two: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)
     pending = two.start("save", 1.0)
     assert not two.ready(pending, timeout=0.5)
@@ -355,7 +322,7 @@ def test_a_group_grows_and_shrinks_while_calls_run(start: Start, slots: list[Slo
     group.shrink(2)
     assert (len(group), group.names, group.nodes) == (1, ["actor rank 0"], [slots[0].node])
     group.grow(["critic rank 0"], slots[1:2], [(2,)])  # in the place of one whose call is still looked at
-    assert wait_until_gone(pids[1:]) == []
+    assert gone(pids[1:])
     found = first_answers(group, waiting)
     assert {member: error.message.partition(" (")[0] for member, error in found.items()} == {
         1: "actor rank 1: its process died during sleep",

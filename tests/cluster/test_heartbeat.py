@@ -71,15 +71,7 @@ def ranks_at(*beats: Heartbeat | None) -> list[Member]:
             [3],
         ),
         # As NCCL has it: nobody's stack is in a collective, the counts alone tell.
-        (
-            [
-                at({"s01": 1, "r02": 1}),
-                at({"s01": 1, "r13": 1}),
-                at({"s23": 1, "r02": 0}),
-                at({"s23": 0, "r13": 0}),
-            ],
-            [3],
-        ),
+        ([at({"s01": 1, "r02": 1}), at({"s01": 1, "r13": 1}), at({"s23": 1, "r02": 0}), at({"s23": 0, "r13": 0})], [3]),
         ([at({}, waits=True), at({}), at({}, waits=True)], [1]),  # counts do not tell
         ([at({"all": 4}, waits=True), None], [1]),  # silent
         ([at({"all": 4}), at({"all": 4})], []),  # all are at work
@@ -89,7 +81,7 @@ def test_the_rank_that_the_others_wait_for_is_late(beats: list[Heartbeat | None]
     assert [member.name for member in late(ranks_at(*beats))] == [f"actor rank {rank}" for rank in awaited]
 
 
-def test_the_sentence_names_late_waiting_and_done_members() -> None:
+def test_the_sentence_names_late_waiting_silent_and_done_members() -> None:
     waiting = ranks_at(at({"all": 1}, waits=True, phase="load"), at({"all": 0}, phase="model build"))
     done = [Member(f"actor rank {rank}") for rank in (2, 3, 4, 6)]
     assert sentence("init", 75.4, waiting, done) == (
@@ -99,20 +91,13 @@ def test_the_sentence_names_late_waiting_and_done_members() -> None:
     engine = Member("engine-0", last=at({}))
     text = sentence("generate", 60.0, [engine], counts={engine: (3, 10)})
     assert text == "generate has taken 60 s: engine-0 is at work (step.py:1 in train), with 3 of 10 samples done"
-
-
-def test_a_silent_process_is_not_one_that_has_not_started() -> None:
     (silent,) = ranks_at(None)
     assert sentence("start", 60.0, [silent, Member("actor rank 1")]) == (
         "start has taken 60 s: actor rank 0 (pid 0) sends no heartbeat: SIGSTOP, debugger, swapping, or native code "
         "holding the GIL; actor rank 1 has not sent a heartbeat yet: its process is starting"
     )
-
-
-def test_of_many_only_some_are_described() -> None:
     text = sentence("init", 60.0, ranks_at(*[at({}, phase="load")] * 100))
-    assert text.count("is in 'load'") == 8
-    assert text.endswith("; 92 more, not listed")
+    assert text.count("is in 'load'") == 8 and text.endswith("; 92 more, not listed")
 
 
 @pytest.mark.parametrize(
@@ -151,10 +136,7 @@ def looked(seconds: float, moved: bool = False, done: int | None = None) -> tupl
     ("looks", "texts"),
     [
         ([looked(9.0), looked(11.0), looked(13.0), looked(23.0)], [False, True, False, True]),  # then after twice 11
-        (
-            [looked(9.0), looked(11.0, moved=True), looked(21.0), looked(23.0)],
-            [False, False, False, True],
-        ),
+        ([looked(9.0), looked(11.0, moved=True), looked(21.0), looked(23.0)], [False, False, False, True]),
         # One that counts may move all the time and still end nothing.
         ([looked(9.0, done=0), looked(11.0, moved=True, done=0)], [False, True]),
         ([looked(11.0, done=1), looked(23.0, moved=True, done=1), looked(47.0, done=2)], [False, True, False]),

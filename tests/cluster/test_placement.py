@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +34,20 @@ def test_named_gpus_are_in_the_machines_order() -> None:
     assert slot.environment() == {"CUDA_VISIBLE_DEVICES": "GPU-0c,GPU-8f,MIG-3a"}
 
 
+def answering(monkeypatch: pytest.MonkeyPatch, get: Callable[[int, float], Gpu], now: list[float]) -> list[int]:
+    """Bundles, asked for their GPUs by number, answer as `get` says; returns those that nobody waits for any more."""
+    cancelled: list[int] = []
+
+    def options(*, scheduling_strategy: Any, **_: Any) -> Any:
+        return SimpleNamespace(remote=lambda: scheduling_strategy.placement_group_bundle_index)
+
+    monkeypatch.setattr(placement, "_gpu_of_bundle", SimpleNamespace(options=options))
+    monkeypatch.setattr(placement.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr(placement.ray, "get", get)
+    monkeypatch.setattr(placement.ray, "cancel", lambda asked, force: cancelled.append(asked))
+    return cancelled
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [
@@ -42,48 +56,31 @@ def test_named_gpus_are_in_the_machines_order() -> None:
     ],
 )
 def test_a_gpu_that_does_not_answer_is_one_line(error: Exception, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cancelled: list[str] = []
-
-    class Probe:
-        def options(self, *, scheduling_strategy: Any, **_: Any) -> Probe:
-            self.index = scheduling_strategy.placement_group_bundle_index
-            return self
-
-        def remote(self) -> str:
-            return f"asked bundle {self.index}"
-
-    def get(asked: str, timeout: float) -> Gpu:
+    def get(asked: int, timeout: float) -> Gpu:
         assert timeout == 120.0
-        if asked == "asked bundle 3":
+        if asked == 3:
             raise error
         return Gpu(6, "6")
 
-    monkeypatch.setattr(placement, "_gpu_of_bundle", Probe())
-    monkeypatch.setattr(placement.time, "monotonic", lambda: 7.0)
-    monkeypatch.setattr(placement.ray, "get", get)
-    monkeypatch.setattr(placement.ray, "cancel", lambda asked, force: cancelled.append(asked))
+    cancelled = answering(monkeypatch, get, now=[7.0])
     nowhere: Any = None
     found, silent = gpus_of_bundles(nowhere, {3: "node-7", 4: "node-8"})
     assert found == {4: Gpu(6, "6")} and silent.keys() == {3}
     assert silent[3].startswith(f"cannot tell which GPU bundle 3 has on node node-7: {why}")
     assert "\n" not in silent[3]
-    assert cancelled == ["asked bundle 3"]
+    assert cancelled == [3]
 
 
 def test_all_gpus_together_have_the_time_that_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     given: list[float] = []
 
-    def get(asked: object, timeout: float) -> Gpu:
+    def get(asked: int, timeout: float) -> Gpu:
         given.append(timeout)
         now.append(now[-1] + min(timeout, 90.0))
         raise GetTimeoutError("Get timed out: some object(s) not ready.")
 
-    probe = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=object))
-    monkeypatch.setattr(placement, "_gpu_of_bundle", probe)
-    monkeypatch.setattr(placement.time, "monotonic", lambda: now[-1])
-    monkeypatch.setattr(placement.ray, "get", get)
-    monkeypatch.setattr(placement.ray, "cancel", lambda asked, force: None)
+    answering(monkeypatch, get, now)
     nowhere: Any = None
     _, silent = gpus_of_bundles(nowhere, dict.fromkeys(range(3), "node-7"))
     assert len(silent) == 3 and given == [120.0, 30.0, 0.0]

@@ -53,20 +53,18 @@ def test_a_foreign_error_becomes_one_line_with_its_traceback() -> None:
     assert arrived(KeyError()).message == "actor rank 1: train: KeyError"
 
 
-@pytest.mark.parametrize("error", [ModelError("no config.json in m"), SaveFailed("disk full"), UserError("what")])
-def test_one_of_ours_arrives_as_it_was_with_its_traceback(error: CorerlError) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        *((ModelError("no config.json in m"), ModelError), (UserError("what"), UserError)),
+        (PluginSaveFailed("/full", "no space"), SaveFailed),  # what a plugin derives, as the nearest of ours
+    ],
+)
+def test_one_of_ours_arrives_with_its_traceback(error: CorerlError, kind: type[CorerlError]) -> None:
     came = arrived(error)
-    assert type(came) is type(error)
-    assert came.message == error.message
-    assert came.exit_status == error.exit_status
+    assert (type(came), came.message, came.exit_status) == (kind, error.message, error.exit_status)
     assert came.details.startswith("actor rank 1: train\nTraceback (most recent call last):")
-
-
-def test_what_a_plugin_derives_arrives_as_the_nearest_of_ours() -> None:
-    came = arrived(PluginSaveFailed("/full", "no space"))
-    assert type(came) is SaveFailed
-    assert came.message == "cannot write /full: no space"
-    assert "PluginSaveFailed" in came.details
+    assert type(error).__name__ in came.details
 
 
 def test_a_call_gives_its_value_or_its_error_as_data() -> None:

@@ -90,42 +90,22 @@ def test_an_unreadable_row_of_arrow_is_refused_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "message"),
+    ("name", "content", "message"),
     [
         ("d.txt", "x", "has files of the formats .txt, expected a .jsonl, .parquet, .*; convert them to one format"),
         ("d.parquet", "no parquet at all", "cannot read .*d.parquet: .*[Pp]arquet magic bytes not found.*; expected"),
         ("d.jsonl", "", "d.jsonl is empty"),
+        ("none.jsonl", None, r"cannot read .*none.jsonl: No such file or directory; expected .*`$"),
+        ("none.parquet", None, "cannot read .*none.parquet: .*[Nn]o such file"),
+        ("", None, "cannot read .*: .*doesn't contain any data files"),  # a directory
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, line: str, message: str) -> None:
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    path = tmp_path / name if content is None else write(tmp_path / name, content)
     with pytest.raises(DataError, match=f"^data.source: .*{message}"):
-        load(write(tmp_path / name, line))
-
-
-def test_a_source_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file or directory; expected .*`$"):
-        load(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="cannot read .*none.parquet: .*[Nn]o such file"):
-        load(tmp_path / "none.parquet")
+        load(path)
     with pytest.raises(ConfigError, match="unknown source 'sort-digit'; known: sort-digits, .*did you mean"):
         load("sort-digit")
-    (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="cannot read .*empty: .*doesn't contain any data files"):
-        load(empty)
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is None, expected a non-empty string"),
-        ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
-    ],
-)
-def test_an_unusable_row_is_named_with_its_number(
-    tmp_path: Path, columns: dict[str, list[object]], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        load(parquet(tmp_path / "p.parquet", **columns))
 
 
 def test_without_datasets_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,20 +46,18 @@ def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> No
     assert resumed.position == begun.position == whole.position
 
 
-def test_contradictions_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "sources", "said"),
+    [
+        ("x.jsonl", [{}], "data.sources: cannot be combined with data.source='x.jsonl'; remove one of the two"),
+        ("", [{}, {}], "data.sources: two sources are named 'p'; give each a different name"),
+        ("", [{"name": "reward"}], "data.sources: eval/reward has the parts of rewards; give source 'reward' an"),
+        ("", [{}, {"name": "own", "system": "Be brief."}], "data.sources[1].system: used only for chats, and no promp"),
+    ],
+)
+def test_contradictions_are_named(tmp_path: Path, source: str, sources: list[dict[str, str]], said: str) -> None:
     path = str(numbered(tmp_path / "p.jsonl", 3))
-    assert len(load_prompts(DataConfig(source="", sources=(DataSource(source=path),), held_out=1), seed=0)) == 3
-    with pytest.raises(
-        ConfigError, match="data.sources: cannot be combined with data.source='x.jsonl'; remove one of the two"
-    ):
-        load_prompts(DataConfig(source="x.jsonl", sources=(DataSource(source=path),)), seed=0)
-    with pytest.raises(ConfigError, match="data.sources: two sources are named 'p'; give each a different name"):
-        load_prompts(DataConfig(sources=(DataSource(source=path),) * 2, held_out=0), seed=0)
-    parts = DataSource(source=path, name="reward")
-    with pytest.raises(
-        ConfigError, match="data.sources: eval/reward has the parts of rewards; give source 'reward' an"
-    ):
-        load_prompts(DataConfig(sources=(parts,), held_out=0), seed=0)
-    own = DataSource(source=path, name="own", system="Be brief.")
-    with pytest.raises(ConfigError, match=r"^data.sources\[1\].system: used only for chats, and no prompt is one"):
-        load_prompts(DataConfig(sources=(DataSource(source=path), own), held_out=0), seed=0)
+    given = tuple(DataSource(source=path, **each) for each in sources)
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(DataConfig(source=source, sources=given, held_out=0), seed=0)
+    assert caught.value.message.startswith(said)

@@ -11,6 +11,7 @@ from attrs import evolve
 from corerl.data.packing import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
 from corerl.errors import DataError
 from corerl.types import ParallelLayout, SampleBatch
+from tests.marked import marked
 
 DEFAULTS: dict[str, Any] = {
     "layout": ParallelLayout.data_parallel(rank=0, world_size=2),
@@ -27,16 +28,8 @@ def layout(dp_size: int, **multiples: Any) -> ParallelLayout:
 
 def batch_of(lengths: list[int], *, samples_per_group: int = 1, prompt: int = 1) -> SampleBatch:
     """Samples whose first `prompt` tokens are not the policy's."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    mask = np.ones(offsets[-1], dtype=np.bool_)
-    for start, length in zip(offsets[:-1], lengths, strict=True):
-        mask[start : start + min(prompt, length)] = False
-    return SampleBatch(
-        tokens=np.arange(offsets[-1]),
-        offsets=offsets,
-        columns={"loss_mask": mask},
-        row_columns={"group": np.arange(len(lengths)) // samples_per_group},
-    )
+    rows = ["." * min(prompt, length) + "x" * (length - prompt) for length in lengths]
+    return marked(*rows, of_rows={"group": np.arange(len(lengths)) // samples_per_group})
 
 
 def random_batch(samples: int, *, samples_per_group: int = 1) -> SampleBatch:
@@ -70,26 +63,6 @@ def test_an_episode_counts_as_one_sample_of_the_step(aggregation: str, expected:
 
 
 PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected", "denominator"),
-    [
-        ("token-mean", [1, 1, 1, 1, 1], 2 + 5 + 0 + 5 + 0),
-        # The first episode has loss tokens in two of its three samples, the last one in none.
-        ("sequence-mean", [1 / (2 * 2), 1 / (2 * 5), 0, 1 / 5, 0], 2),
-        ("constant-length", [1 / 16, 1 / 16, 0, 1 / 16, 0], 3),
-    ],
-)
-def test_a_part_of_a_step_has_weights_without_the_count(
-    aggregation: str, expected: list[float], denominator: int
-) -> None:
-    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
-    for unit in (1.0, 8.0):
-        plan, found = plan_part(batch, **{**PART, "aggregation": aggregation, "unit": unit})
-        assert plan.scales.tolist() == pytest.approx([each / unit for each in expected])
-        assert found == denominator
-        assert real_samples(plan) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("unit", [1.0, 37.0])

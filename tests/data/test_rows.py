@@ -44,10 +44,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
         ('{"promt": "x", "id": 1}', "p.jsonl:2: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
         ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is '', expected"),
         ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no string 'role'; every message needs a role"),
-        (
-            '{"prompt": [{"role": "user", "content": ["x"]}]}',
-            "field 'prompt': message 1 has the content part 'x', but",
-        ),
+        ('{"prompt": [{"role": "user", "content": ["x"]}]}', "field 'prompt': message 1 has the content part 'x', but"),
         ('{"prompt": [{"role": "user"}]}', "field 'prompt': message 1 has no string 'content'; every message needs"),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',

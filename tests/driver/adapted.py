@@ -16,11 +16,11 @@ from corerl.config.schema import Config
 from corerl.types import FloatArray, ForwardResult, MemoryKind, Output, SampleBatch
 from corerl_testing.harness import Setup, forward, make_samples, packed_for_training, running, step_at
 from corerl_testing.inprocess import InProcessSender
-from corerl_testing.pool import OneRank, Ranks
+from corerl_testing.pool import OneRank
 from corerl_testing.scenarios.sleeping import resident
 from tests.driver.saved import recorded
 
-LR = 0.03  # so large that two steps change every log-prob
+STEPS, LR = 2, 0.03  # so large that two steps change every log-prob
 
 
 @frozen(kw_only=True, eq=False)
@@ -29,18 +29,8 @@ class Adapted:
     samples: SampleBatch
     before: FloatArray  # what the model gives for the samples' tokens: log-probs, or a critic's values
     after: FloatArray  # the same after the steps
-    held: Mapping[MemoryKind, int]  # bytes of all ranks after the steps
+    held: Mapping[MemoryKind, int]  # bytes after the steps
     sent: Collection[str]  # the tensors of an update of weights
-
-
-@frozen(kw_only=True, eq=False)
-class Rank:
-    """What one rank has seen: its part of what `Adapted` has."""
-
-    before: FloatArray
-    after: FloatArray
-    held: Mapping[MemoryKind, int]
-    sent: Collection[str]
 
 
 def column_of(result: ForwardResult, samples: SampleBatch, output: Output = Output.LOGPROBS) -> FloatArray:
@@ -65,45 +55,28 @@ def logprobs_by(logits: Callable[[torch.Tensor], torch.Tensor], samples: SampleB
     return np.concatenate(found)
 
 
-def train_adapted(
-    run_dir: Path,
-    config: Config,
-    *,
-    role: str = "actor",
-    backend: str = "plain",
-    options: Mapping[str, Any] | None = None,
-    ranks: Ranks | None = None,
-    steps: int = 2,
-) -> Adapted:
-    """`config` says the model, the adapters of the role, and the run's seed. `ranks`: by default this process alone."""
+def train_adapted(run_dir: Path, config: Config, *, role: str = "actor", backend: str = "plain") -> Adapted:
+    """`config` says the model, the adapters of the role, and the run's seed; one rank, which is this process."""
     lora = config.lora_of(role)
     assert lora is None or lora.rank is not None  # it is settled
-    model, critic = config.model_of(role), role == "critic"
+    model = config.model_of(role)
     setup = Setup(
         backend=backend,
-        options=options or {},
         model=model.path,
         fields=model.config,
         seed=config.run.seed,
-        value_head=critic,
+        value_head=role == "critic",
         lora=lora,
         train=evolve(Setup(backend="", model="").train, precision=config.train_of(role).settled("cpu").precision),
     ).packed_by(10**6)
     samples = make_samples(3, vocab=16)
-    partial = begin(run_dir, steps)
-    seen = (ranks or OneRank()).run(train_rank, setup, samples, steps, str(partial / role))
-    return Adapted(
-        checkpoint=commit(partial, recorded(config, steps), ranks={role: len(seen)}),
-        samples=samples,
-        before=sum(each.before for each in seen),
-        after=sum(each.after for each in seen),
-        held={kind: sum(each.held[kind] for each in seen) for kind in MemoryKind},
-        sent={name for each in seen for name in each.sent},
-    )
+    partial = begin(run_dir, STEPS)
+    (seen,) = OneRank().run(train_rank, setup, samples, str(partial / role))
+    return Adapted(checkpoint=commit(partial, recorded(config, STEPS), ranks={role: 1}), samples=samples, **seen)
 
 
-def train_rank(setup: Setup, samples: SampleBatch, steps: int, directory: str) -> Rank:
-    """Take the steps on one rank, update the weights of an engine, and save."""
+def train_rank(setup: Setup, samples: SampleBatch, directory: str) -> dict[str, Any]:
+    """Take the steps, update the weights of an engine, and save; what `Adapted` has of it."""
     output = Output.VALUES if setup.value_head else Output.LOGPROBS
     sent: list[str] = []
 
@@ -112,12 +85,12 @@ def train_rank(setup: Setup, samples: SampleBatch, steps: int, directory: str) -
 
     with running(setup) as worker:
         before = passed()
-        for number in range(steps):
+        for number in range(STEPS):
             batch = packed_for_training(worker, setup, samples)
             result = worker.train_on(batch=batch, loss=setup.loss, step=evolve(step_at(number), lr=LR))
             assert math.isfinite(result.grad_norm) and result.grad_norm > 0
         held = {kind: resident(worker, kind) for kind in MemoryKind}
         after = passed()
         worker.host.update_weights(InProcessSender(sent.extend), 1)
-        assert worker.save(directory, step_at(steps), False).complete
-    return Rank(before=before, after=after, held=held, sent=sent)
+        assert worker.save(directory, step_at(STEPS), False).complete
+    return {"before": before, "after": after, "held": held, "sent": set(sent)}

@@ -86,10 +86,7 @@ def recorded(config: Config, step: int) -> dict[str, Any]:
     stand = {"epoch": 0, "offset": 8 * step, "prompts": 10**5 - config.data.held_out, "taken": 8 * step}
     return {
         "rollout_step": step,
-        "source": {
-            "rollout_step": step,
-            "prompts": {"data": record["identity"], "seed": 0, "sources": [stand]},
-        },
+        "source": {"rollout_step": step, "prompts": {"data": record["identity"], "seed": 0, "sources": [stand]}},
         "data": record,
         "config": to_plain(evolve(config, train=config.train.settled("cpu"))),
     }

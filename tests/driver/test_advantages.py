@@ -16,6 +16,7 @@ from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.types import ROLE, TURN_REWARDS, FloatArray, SampleBatch
 from corerl_algorithms.ppo import PPO
 from corerl_algorithms.ppo import Options as OfPPO
+from tests.marked import marked
 
 REWARDS = np.array([1.0, 0.0], np.float32)
 
@@ -24,26 +25,14 @@ def batch(**columns: list[float]) -> SampleBatch:
     """Two samples of one prompt: a token of prompt, then one and two of response."""
     same = [0.0, -0.5, 0.0, -0.25, -0.125]
     given = {"old_logprobs": same, "rollout_logprobs": same, **columns}
-    return SampleBatch(
-        tokens=np.arange(5),
-        offsets=np.array([0, 2, 5]),
-        columns={
-            "loss_mask": np.array([False, True, False, True, True]),
-            **{name: np.array(column, np.float32) for name, column in given.items()},
-        },
-        row_columns={"group": np.array([0, 0]), "response_length": np.array([1, 2])},
-    )
+    return marked(".x", ".xx", of_rows={"group": [0, 0], "response_length": [1, 2]}, **given)
 
 
 COMPARED = GRPO(GRPOOptions(normalize_std=False)).advantages
 
 
 def computed(
-    samples: SampleBatch,
-    estimate: Estimate = COMPARED,
-    *,
-    max_tokens: int = 4,
-    **algorithm: object,
+    samples: SampleBatch, estimate: Estimate = COMPARED, *, max_tokens: int = 4, **algorithm: object
 ) -> TrainBatch:
     config = AlgorithmConfig(**algorithm)  # type: ignore[arg-type]
     return compute_advantages(samples, REWARDS, estimate, config, max_tokens=max_tokens)
@@ -58,13 +47,6 @@ def test_without_a_loss_token_no_kl_is_measured() -> None:
     masked = masked.with_columns(loss_mask=np.zeros(5, dtype=np.bool_))
     found = computed(masked, kl_coef=0.5, kl_estimator="k1")
     assert found.metrics == {"train/kl_coef": 0.5}
-
-
-def test_a_kl_in_the_reward_is_taken_off_the_sample() -> None:
-    columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
-    found = computed(columns, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
-    # 1 - 0.5 * 1 = 0.5 and 0 - 0.5 * (0 - 0.25) = 0.125, of mean 0.3125
-    assert advantages(found) == [0.0, 0.1875, 0.0, -0.1875, -0.1875]
 
 
 def test_ppo_subtracts_the_kl_from_each_token() -> None:
@@ -125,16 +107,11 @@ def test_what_an_algorithm_may_not_return_is_told(found: Advantages, line: str) 
 
 def test_rewards_of_turns_are_credited_or_summed() -> None:
     # Sample 0 is an episode of turns of two and one tokens, sample 1 of one turn of two; each row begins with a prompt.
-    mask = np.array([False, True, True, False, True, False, True, True])
-    turns = np.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 4.0], np.float32)
+    zeros, turns = [0.0] * 8, [0.0, 0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 4.0]
     values = np.array([0.0, 0.5, 0.25, 9.0, 0.125, 0.0, 1.0, 2.0], np.float32)
-    given = SampleBatch(
-        tokens=np.arange(8),
-        offsets=np.array([0, 5, 8]),
-        columns={"loss_mask": mask, "values": values, TURN_REWARDS: turns}
-        | {name: np.zeros(8, np.float32) for name in ("old_logprobs", "rollout_logprobs")},
-        row_columns={"group": np.array([0, 0]), "response_length": np.array([3, 2])},
-    )
+    columns = {"values": values, TURN_REWARDS: turns, "old_logprobs": zeros, "rollout_logprobs": zeros}
+    given = marked(".xx.x", ".xx", of_rows={"group": [0, 0], "response_length": [3, 2]}, **columns)
+    mask = given.columns["loss_mask"]
 
     def found(name: str, **options: object) -> list[float]:
         loaded = load(Kind.ALGORITHMS, name)

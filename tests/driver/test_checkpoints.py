@@ -12,13 +12,11 @@ from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.checkpoints import Checkpoints, DriverPart, MemoryCheckpoints
-from corerl.driver.progress import Progress
 from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved
-from corerl.plugin.observers import Observers
 from corerl.types import Step
 from tests.checkpoint.roles import cut, whole
-from tests.driver.fakes import Ears
+from tests.driver.fakes import Ears, progress
 
 
 @define
@@ -86,7 +84,7 @@ def make(run_dir: Path, heard: Ears, *, keep: int = 2, **roles: Group) -> Checkp
         run_dir=run_dir,
         config=CheckpointConfig(every=2, keep=keep),
         roles=roles,  # type: ignore[arg-type]  # the part of a Role that saves
-        progress=Progress(Observers([("heard", heard)]), 0),
+        progress=progress(heard),
     )
 
 
@@ -105,7 +103,7 @@ def test_checkpoints_are_due_at_multiples(tmp_path: Path) -> None:
     assert not any(checkpoints.due(step) for step in range(1, 7))
 
 
-def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
+def test_a_save_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
     heard, actor, critic = Ears(), Group(optimizer_step=6), Group(optimizer_step=8)
     checkpoints = make(tmp_path, heard, actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
@@ -123,7 +121,7 @@ def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_
     assert [step.optimizer_step for step in (*actor.saved_at, *critic.saved_at)] == [6, 8]
 
 
-def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(tmp_path: Path) -> None:
+def test_the_next_save_waits_and_the_oldest_goes(tmp_path: Path) -> None:
     heard = Ears()
     checkpoints = make(tmp_path, heard, keep=2, actor=Group())
     for step in (2, 4, 6):
@@ -136,7 +134,7 @@ def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(tmp_path: Pa
     assert len(heard.of(CheckpointSaved)) == 3
 
 
-def test_a_failed_save_in_the_foreground_leaves_room_for_the_next(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_room_for_the_next(tmp_path: Path) -> None:
     class Refusing(Group):
         def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
             raise SaveFailed("the disk is full")
@@ -159,7 +157,7 @@ def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> No
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
 
 
-def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: Path) -> None:
+def test_after_a_failure_living_ranks_finish_what_they_write(tmp_path: Path) -> None:
     heard, actor = Ears(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
     checkpoints.start(*at(2), background=True)

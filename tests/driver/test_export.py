@@ -37,7 +37,7 @@ def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) ->
     assert [name for name in wanted if not torch.equal(found[name], wanted[name].to(dtype))] == []
 
 
-def test_options_of_the_chat_template_are_defaults_of_the_exported_one(tmp_path: Path) -> None:
+def test_exported_chat_templates_have_the_options_as_defaults(tmp_path: Path) -> None:
     template = (
         "{% macro think() %}{% if not brief %}<think>{{ style }}{{ limits.words }}{% endif %}{% endmacro %}"
         "{{ messages[0]['content'] }}{{ think() }}"
@@ -81,7 +81,7 @@ OF_ACTOR = {"train": {"precision": "float32"}, "roles": {"actor": {"train": {"pr
         (None, "", OF_ACTOR, "", BF16),
     ],
 )
-def test_an_export_has_the_dtype_of_the_model_or_its_training(
+def test_an_export_has_the_models_or_its_trainings_dtype(
     tmp_path: Path, came_in: torch.dtype | None, files: str, tables: Any, asked: str, dtype: torch.dtype
 ) -> None:
     tables = {"train": {"precision": tables}} if isinstance(tables, str) else tables
@@ -138,7 +138,7 @@ def of_experts(tmp_path: Path, **tables: Any) -> tuple[Path, dict[str, torch.Ten
     return commit(partial, recorded(config, 2)), {name: each for held in files for name, each in held.items()}
 
 
-def test_adapters_of_a_model_with_buffers_are_exported_alone_or_merged(tmp_path: Path) -> None:
+def test_adapters_beside_buffers_are_exported_alone_or_merged(tmp_path: Path) -> None:
     checkpoint, weights = of_experts(
         tmp_path, lora={"rank": 2, "alpha": 4.0, "targets": ["q_proj", "v_proj"], "rslora": False}
     )
@@ -165,9 +165,7 @@ def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("shard_bytes", [100_000, 2**30])
-def test_an_export_loads_in_transformers_without_a_missing_or_unexpected_key(
-    tiny_model: Path, tmp_path: Path, shard_bytes: int
-) -> None:
+def test_an_export_loads_in_transformers_with_every_key(tiny_model: Path, tmp_path: Path, shard_bytes: int) -> None:
     path, tokenizer = tmp_path / "hf", character_tokenizer("abc")
     config = hf_config(ModelConfig(path=str(tiny_model)))
     written = export_directory(
@@ -189,7 +187,7 @@ def test_an_export_loads_in_transformers_without_a_missing_or_unexpected_key(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
 
 
-def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(
+def test_a_failed_export_leaves_the_earlier_one(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, path = hf_config(ModelConfig(path=str(tiny_models["qwen3"]))), tmp_path / "hf"
@@ -238,9 +236,7 @@ def test_adapters_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     assert load_file(path / PEFT_WEIGHTS).keys() == {"a"}
 
 
-def test_a_disk_that_is_full_amid_a_shard_is_told_and_nothing_half_written_stays(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_no_half_written_export(tiny_model: Path, tmp_path: Path) -> None:
     config = hf_config(ModelConfig(path=str(tiny_model)))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -116,7 +116,7 @@ def moe(directory: Path) -> Path:
     return directory / "config"
 
 
-def test_whole_names_are_told_where_a_last_one_means_another_module_too(tmp_path: Path) -> None:
+def test_adapters_have_whole_names_where_short_ones_are_ambiguous(tmp_path: Path) -> None:
     config = smallest_config("zamba2")  # adapters of its own are the modules 0 and 1 of a list, as layers are
     layers = targets_in(meta_model(config), LORA)
     assert any(name.endswith(".0") for name in layers)
@@ -133,9 +133,7 @@ def test_whole_names_are_told_where_a_last_one_means_another_module_too(tmp_path
 
 
 @pytest.mark.parametrize("of", ["of_base", "of_random"])
-def test_a_merged_export_is_a_model_that_gives_the_trained_log_probs(
-    of: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_merged_export_gives_the_trained_log_probs(of: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     adapted: Adapted = request.getfixturevalue(of)
     directory = export(adapted.checkpoint, tmp_path / "merged", merge=True)
     assert apart(adapted.after, logprobs_of(directory, adapted.samples)) < LOGPROBS.absolute
@@ -167,7 +165,7 @@ def test_a_model_that_has_changed_since_is_not_merged(of_base: Adapted, base: Pa
     export(adapted.checkpoint, tmp_path / "adapters")  # which need no weights
 
 
-def test_a_critics_adapters_are_exported_with_its_head_or_not_at_all(base: Path, tmp_path: Path) -> None:
+def test_a_critics_adapters_are_exported_merged_with_its_head(base: Path, tmp_path: Path) -> None:
     tables = {**CRITIC, "model": {**DATA["model"], "path": str(base), "config": {}}}
     config = make_config(**tables)
     own = evolve(config.roles.critic, lora=LORA)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.schema import ClusterInfo, LoraConfig, ModelConfig, RunConfig
-from corerl.config.structuring import structure
 from corerl.driver.export import export
 from corerl.models.config import hf_config
 from corerl.models.files import meta_model
@@ -26,7 +23,6 @@ from corerl.plan.models import require_adapters
 from corerl.plugin.registry import Kind, load
 from corerl.types import FloatArray, MemoryKind
 from corerl_testing.harness import Setup
-from corerl_testing.pool import OneRank
 from tests.driver.adapted import logprobs_by, train_adapted
 from tests.driver.saved import CRITIC, make_config
 from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
@@ -34,32 +30,16 @@ from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_p
 LORA = LoraConfig(rank=4, alpha=7.0).settled({})
 CAUSAL = ("qwen3_5", "gemma3", "gemma4")  # which transformers has as causal models too
 BUFFER = "layer_scalar"  # of Gemma 4's layers, which no gradient trains
-PLACES: Mapping[str, tuple[str, Mapping[str, Any], int]] = {  # backend, its options, ranks
-    "plain": ("plain", {}, 1),
-    "fsdp": ("fsdp", {}, 2),
-    **{f"deepspeed {stage}": ("deepspeed", {"stage": stage}, 2) for stage in (1, 2, 3)},
-}
-REPEATED = (pytest.mark.nightly, pytest.mark.processes)
+# Names and files of each family; adapters where files name weights as the model does, and where not.
+CASES = [*((family, None) for family in FAMILIES), ("qwen3_5", LORA), ("mistral3", LORA)]
 
 
-def cross() -> Iterator[Any]:
-    """Each family on each backend, with all weights and with adapters. One backend shows what a family does to names
-    and files, and two families what adapters do where the files name weights as the model does, and where not."""
-    for place, lora, family in itertools.product(PLACES, (None, LORA), FAMILIES):
-        first = place == "plain" and (lora is None or family in ("qwen3_5", "mistral3"))
-        name = f"{family} {place}{'' if lora is None else ' adapters'}"
-        yield pytest.param(family, place, lora, id=name, marks=() if first else REPEATED)
-
-
-CROSS = list(cross())
-
-
-def trained(tmp_path: Path, family: str, lora: LoraConfig | None = None, **how: Any) -> Any:
+def trained(tmp_path: Path, family: str, lora: LoraConfig | None = None) -> Any:
     """The base directory, and a checkpoint of two steps on it."""
     base = write_pictures(family, tmp_path / family)
     model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
     config = evolve(make_config(model=model), lora=lora, run=RunConfig())
-    return base, train_adapted(tmp_path / f"run-{family}", config, **how)
+    return base, train_adapted(tmp_path / f"run-{family}", config)
 
 
 def logprobs_of(model: Any, samples: Any) -> FloatArray:
@@ -108,29 +88,25 @@ def assert_is_the_base_but_for_text(directory: Path, base: Path, lora: LoraConfi
         assert (directory / name).read_text() == (base / name).read_text()
 
 
-@pytest.mark.parametrize(("family", "place", "lora"), CROSS)
-def test_a_run_on_text_keeps_what_reads_pictures(
-    request: pytest.FixtureRequest, tmp_path: Path, family: str, place: str, lora: LoraConfig | None
-) -> None:
-    backend, options, count = PLACES[place]
-    ranks = OneRank() if count == 1 else request.getfixturevalue("rank_pool")
-    base, run = trained(tmp_path, family, lora, backend=backend, options=options, ranks=ranks)
+@pytest.mark.parametrize(("family", "lora"), CASES)
+def test_a_run_on_text_keeps_what_reads_pictures(tmp_path: Path, family: str, lora: LoraConfig | None) -> None:
+    base, run = trained(tmp_path, family, lora)
     assert np.abs(run.after - run.before).max() > 0.01
     unread = set(filter(of_pictures, tensors_in(base)))
     text = tensors_in(base).keys() - unread
     assert text == set(run.sent)
     saved = CheckpointSource(run.checkpoint / "actor", "master", "exp_avg", "exp_avg_sq", "buffer").shapes
     assert unread.isdisjoint(saved)
-    # The memory is that of transformers' own text model, on whatever backend.
-    hf, spec = hf_config(ModelConfig(path=str(base))), load(Kind.BACKENDS, backend).spec
+    # The memory is that of transformers' own text model.
+    hf, spec = hf_config(ModelConfig(path=str(base))), load(Kind.BACKENDS, "plain").spec
     size = size_of(meta_model(hf, lora=lora))
     assert size.total == elements_of_text(hf)
-    train = Setup(backend=backend, model="").train
-    cluster = ClusterInfo(device="cpu", ranks=count, model=hf.to_dict(), train=train, lora=lora)
-    predicted = spec.memory(structure(options, spec.config, path=""), cluster, size).kinds
+    train = Setup(backend="plain", model="").train
+    cluster = ClusterInfo(device="cpu", ranks=1, model=hf.to_dict(), train=train, lora=lora)
+    predicted = spec.memory(spec.config(), cluster, size).kinds
     for kind, each in predicted.items():
-        if kind is not MemoryKind.GRAD or run.held[kind]:  # most backends drop gradients after a step
-            assert run.held[kind] == pytest.approx(count * each, rel=0.02)
+        if kind is not MemoryKind.GRAD or run.held[kind]:  # gradients may be dropped after a step
+            assert run.held[kind] == pytest.approx(each, rel=0.02)
     directory = export(run.checkpoint, tmp_path / "export", merge=None if lora is None else True)
     assert_is_the_base_but_for_text(directory, base, lora)
     for auto in [AutoModelForImageTextToText, *([AutoModelForCausalLM] if family in CAUSAL else [])]:

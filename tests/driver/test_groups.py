@@ -62,7 +62,7 @@ def test_a_lost_machine_without_replacement_ends_the_run(tmp_path: Path) -> None
     ]
 
 
-def test_before_engines_are_replaced_ranks_whose_machine_is_gone_are_ended(tmp_path: Path) -> None:
+def test_ranks_of_a_lost_machine_end_before_engines_are_replaced(tmp_path: Path) -> None:
     case = make(tmp_path, roles={"actor": {"ranks": 2}, "critic": {"ranks": 1}})
     ends: list[str] = []
     for name, ranks in case.ranks.items():

@@ -12,11 +12,7 @@ import pytest
 from corerl.driver import launch as driver
 from corerl.driver.launch import launch
 from corerl.driver.progress import Progress
-from corerl.errors import (
-    CheckpointDamaged,
-    SaveFailed,
-    WorkerDied,
-)
+from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
 from corerl.observability.jsonl import read_notices
 from corerl.plan.make import make_plan
 from corerl.plugin.events import Notice, RunFinished, RunStarted
@@ -135,7 +131,7 @@ class FakeRun:
     ],
     ids=repr,
 )
-def test_a_failure_rescues_the_save_in_flight_and_stays_the_error(
+def test_a_failure_rescues_the_pending_save_and_stays(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     failure: BaseException,

@@ -24,30 +24,25 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
 from corerl.pictures import FoundPicture
-from corerl.types import SampleBatch, offsets_of
+from corerl.types import SampleBatch
 from corerl.weights.manifest import Bucket
 from corerl_transformers.engine import TransformersEngine
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.forgetful import forgetting, model_with
 from tests.end_to_end.command import content, steps_done
 from tests.in_process import execute_here, small
+from tests.marked import marked
 from tests.rollout.samplers import prompt_sampler
 from tests.tiny_pictures import TinyOptions, TinyReader
 
 
 def samples(lengths: Sequence[int], versions: Sequence[int], *, prompt: int = 1) -> SampleBatch:
     """Samples of these lengths, each after one token of prompt, and drawn by one version each."""
-    offsets = offsets_of(list(lengths))
-    mask = np.ones(offsets[-1], np.bool_)
-    mask[offsets[:-1]] = False
-    return SampleBatch(
-        tokens=np.arange(offsets[-1]) + 100,
-        offsets=offsets,
-        columns={
-            "loss_mask": mask,
-            "rollout_logprobs": np.where(mask, np.float32(-1.0), np.float32(0.0)),
-            "versions": np.where(mask, np.repeat(versions, lengths), 0),
-        },
+    batch = marked(*("." + "x" * (length - 1) for length in lengths))
+    mask = batch.columns["loss_mask"]
+    return evolve(batch, tokens=batch.tokens + 100).with_columns(
+        rollout_logprobs=np.where(mask, np.float32(-1.0), np.float32(0.0)),
+        versions=np.where(mask, np.repeat(versions, lengths), 0),
     )
 
 
@@ -113,9 +108,7 @@ def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPa
         ({"mismatch_bound": 0.002}, "bfloat16", {}, 0.002),
     ],
 )
-def test_the_bound_is_of_the_coarser_side_unless_it_is_set(
-    algorithm: Any, precision: Any, weights: Any, bound: float
-) -> None:
+def test_the_bound_is_the_coarser_sides_unless_set(algorithm: Any, precision: Any, weights: Any, bound: float) -> None:
     train = TrainConfig(precision=precision)
     assert bound_of(AlgorithmConfig(**algorithm), train=train, weights=WeightsConfig(**weights)) == bound
 

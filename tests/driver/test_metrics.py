@@ -7,31 +7,18 @@ import pytest
 from attrs import evolve
 
 from corerl.data.prompts import Prompt
-from corerl.driver.metrics import (
-    recomputed_mismatch,
-    rollout_metrics,
-    staleness_metrics,
-    train_metrics,
-)
+from corerl.driver.metrics import recomputed_mismatch, rollout_metrics, staleness_metrics, train_metrics
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
 from corerl.types import Metric, Reduction, SampleBatch, TrainResult
+from tests.marked import marked
 
 
 def samples(**columns: list[float]) -> SampleBatch:
     """Two samples, of two prompt tokens each and of 1 and 3 response tokens."""
-    mask = np.array([False, False, True, False, False, True, True, True])
-    return SampleBatch(
-        tokens=np.arange(8),
-        offsets=np.array([0, 3, 8]),
-        columns={"loss_mask": mask, **{name: np.array(values, np.float32) for name, values in columns.items()}},
-        row_columns={
-            "group": np.array([0, 1]),
-            "response_length": np.array([1, 3]),
-            "truncated": np.array([False, True]),
-        },
-    )
+    rows = {"group": [0, 1], "response_length": [1, 3], "truncated": [False, True]}
+    return marked("..x", "..xxx", of_rows=rows, **columns)
 
 
 def scored(exact_match: float | None) -> ScoredRollout:

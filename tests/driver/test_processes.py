@@ -14,17 +14,10 @@ from corerl.cluster.placement import Bundle, Gpu, Slot
 from corerl.cluster.process import CallResult
 from corerl.driver import processes as driver
 from corerl.driver.processes import emit_call, load_all, make_fleet
-from corerl.driver.progress import Progress
-from corerl.errors import (
-    CorerlError,
-    PluginIncompatible,
-    SaveFailed,
-    WorkerDied,
-)
+from corerl.errors import CorerlError, PluginIncompatible, SaveFailed, WorkerDied
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
 from corerl.plugin.events import CallFinished, Span
-from corerl.plugin.observers import Observers
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.saved import config_in
 
@@ -50,17 +43,16 @@ NO_LOOP: Any = None  # nothing is sampled
 
 def test_a_finished_call_is_reported_with_both_sides_times() -> None:
     hears = Ears()
-    telling = Progress(Observers([("hears", hears)]), 0)
     pending = Pending("train at optimizer step 2", 0, {}, (), asked=1.0)
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
     waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
     done = CallResult(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
-    emit_call(telling, "actor rank 0", pending, done)
+    emit_call(progress(hears), "actor rank 0", pending, done)
     whole = CallFinished(
         process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
         lane=1, spans=spans, waits=waits,
     )  # fmt: skip
-    emit_call(telling, "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
+    emit_call(progress(hears), "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
     assert hears.heard == [whole, evolve(whole, error="disk full")]
 
 
@@ -119,7 +111,7 @@ class DiesAtFirst(Starts):
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
-def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns: bool) -> None:
+def test_ranks_that_die_in_their_start_are_restarted(in_turns: bool) -> None:
     groups: Any = {"critic": DiesAtFirst(2), "actor": DiesAtFirst(2)}
     for group in groups.values():
         group.construct = lambda: Future(object(), lambda timeout: True, lambda: None)

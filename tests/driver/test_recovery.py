@@ -145,7 +145,7 @@ def test_ranks_that_die_as_they_start_are_started_once_more() -> None:
     assert case.points == []
 
 
-def test_ranks_restart_from_the_newest_checkpoint_on_disk_or_in_memory(tmp_path: Path) -> None:
+def test_ranks_restart_from_the_newest_checkpoint(tmp_path: Path) -> None:
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     old, newer, newest = saved(disk, 2), saved(memory, 4), saved(disk, 5)
     for checkpoint, kept, used, words, after in (
@@ -162,7 +162,7 @@ def test_ranks_restart_from_the_newest_checkpoint_on_disk_or_in_memory(tmp_path:
         assert (saves.log, in_memory.log if in_memory else None) == after
 
 
-def test_a_checkpoint_that_cannot_be_read_does_not_hide_the_death(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_does_not_hide_the_death(tmp_path: Path) -> None:
     case = make(checkpoints=Saves(tmp_path / "removed"))
     with pytest.raises(CheckpointError, match="^it; ranks cannot restart: no checkpoint at .*removed"):
         case.dies("it")

@@ -21,7 +21,7 @@ def divergences(directory: Path, *overrides: str) -> list[float]:
 
 
 @pytest.mark.processes
-def test_a_reference_that_follows_the_actor_is_the_actor_after_each_renewal(tmp_path: Path) -> None:
+def test_a_renewed_reference_is_the_actor_of_then(tmp_path: Path) -> None:
     renewed = ["algorithm.reference_every=2", "checkpoint.every=2"]
     found = divergences(tmp_path, "run.steps=4", *renewed)
     assert [value > 1e-9 for value in found] == [False, True, False, True]
@@ -44,7 +44,7 @@ def test_the_reference_may_be_another_model(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.processes
-def test_a_reference_that_is_a_role_gives_the_numbers_of_one_that_is_a_snapshot(tmp_path: Path) -> None:
+def test_a_reference_role_gives_the_numbers_of_a_snapshot(tmp_path: Path) -> None:
     """Here both are the plain backend's; of another model, or on other devices, only the former can be."""
     found = {}
     for name, own in {"snapshot": [], "role": ["roles.reference.ranks=1"]}.items():

@@ -8,15 +8,7 @@ from attrs import evolve
 
 from corerl.calls import Future
 from corerl.driver.residency import Residency
-from corerl.plan.residency import (
-    FORWARD,
-    REST,
-    SAMPLE,
-    UPDATE,
-    residency_plan,
-    save_stage,
-    train_stage,
-)
+from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
 from corerl.types import MemoryKind, SleepResult
 from tests.driver.fakes import Ears, Group, progress, sharing, told
 from tests.end_to_end.command import numbers
@@ -135,9 +127,7 @@ def test_the_peak_of_a_step_is_one_training_role() -> None:
         (["elsewhere"], {"train": ["elsewhere"]}),
     ],
 )
-def test_roles_on_one_device_train_in_turns_and_others_beside_the_first(
-    roles: list[str], turns: dict[str, list[str]]
-) -> None:
+def test_roles_on_one_device_train_in_turns(roles: list[str], turns: dict[str, list[str]]) -> None:
     assert sharing({"actor": Group(), "critic": Group()}).turns(roles) == turns
 
 
@@ -187,7 +177,7 @@ def measured(
 @pytest.mark.parametrize(
     ("totals", "stays"), [((38, 38), True), ((37, 37), False), ((37, 80), False), ((80, 38), True)]
 )
-def test_ranks_and_engines_stay_once_two_steps_have_shown_room_for_both(totals: tuple[int, int], stays: bool) -> None:
+def test_ranks_and_engines_stay_once_steps_have_shown_room(totals: tuple[int, int], stays: bool) -> None:
     residency, device, _ = measured(*totals)
     line = residency.settle()
     assert (f"need 30.0 of {min(totals)}.0 GiB" in line) == stays and bool(line) == stays

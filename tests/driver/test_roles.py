@@ -9,9 +9,25 @@ from attrs import evolve
 
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain
-from corerl.driver.roles import DecayStart, Role, continue_schedules
+from corerl.driver.roles import DecayStart, Role, continue_schedules, learning_rate
 from tests.driver.saved import make_config
 from tests.driver.test_run import TRAIN, role
+
+ROOT = math.sqrt(0.5)
+
+
+@pytest.mark.parametrize(
+    ("decay", "warmup", "final", "rates"),
+    [
+        ("linear", 2, 0.2, [1.0, 2.0, 1.6, 1.2, 0.8, 0.4]),
+        ("linear", 0, 0.5, [2.0, 1.5, 1.0]),
+        ("cosine", 0, 0.0, [2.0, 1 + ROOT, 1.0, 1 - ROOT, 0.0]),
+    ],
+)
+def test_rates_warm_up_and_decay_to_the_final_share(decay: str, warmup: int, final: float, rates: list[float]) -> None:
+    given = {"warmup_steps": warmup, "decay": decay, "final_ratio": final, "peak": 2.0, "total_steps": len(rates)}
+    assert [learning_rate(step=step, **given) for step in range(len(rates))] == pytest.approx(rates)  # type: ignore[arg-type]
+
 
 # ---- resumed with another length -------------------------------------------------------------------------------------
 

@@ -50,16 +50,12 @@ from tests.driver.fakes import (
     told,
 )
 from tests.driver.saved import TEACHER, make_config
+from tests.marked import marked
 from tests.rollout import sampling
 from tests.rollout.engines import Engines
 from tests.rollout.listed import Listed
 
-TRAIN = {
-    "mini_batches": 2,
-    "epochs": 3,
-    "optimizer": {"lr": 1.0},
-    "schedule": {"decay": "linear", "final_ratio": 0.0},
-}
+TRAIN = {"mini_batches": 2, "epochs": 3, "optimizer": {"lr": 1.0}, "schedule": {"decay": "linear", "final_ratio": 0.0}}
 
 
 @pytest.fixture
@@ -135,21 +131,9 @@ def engines() -> Iterator[Engines]:
 
 def batch() -> SampleBatch:
     """Two samples of one prompt: a token of prompt, then one and two of response."""
-    return SampleBatch(
-        tokens=np.arange(5),
-        offsets=np.array([0, 2, 5]),
-        columns={
-            "loss_mask": np.array([False, True, False, True, True]),
-            "rollout_logprobs": np.array([0.0, -0.5, 0.0, -0.25, -0.125], np.float32),
-            "versions": np.array([0, 3, 0, 2, 3]),
-        },
-        row_columns={
-            "group": np.array([0, 0]),
-            "sample": np.arange(2),
-            "response_length": np.array([1, 2]),
-            "truncated": np.array([False, False]),
-        },
-    )
+    rows = {"group": [0, 0], "sample": [0, 1], "response_length": [1, 2], "truncated": [False, False]}
+    logprobs = [0.0, -0.5, 0.0, -0.25, -0.125]
+    return marked(".x", ".xx", of_rows=rows, rollout_logprobs=logprobs, versions=[0, 3, 0, 2, 3])
 
 
 def scored() -> ScoredRollout:
@@ -186,24 +170,27 @@ def with_experts() -> ScoredRollout:
     return evolve(scored(), rollout=evolve(rollout, batch=batch().with_columns(**{EXPERTS: CHOSEN + 100})))
 
 
-def test_old_logprobs_and_their_experts_come_from_one_pass(make_run: Callable[..., Run]) -> None:
+OF_REFERENCE = ((Output.LOGPROBS,), REFERENCE, False)
+
+
+@pytest.mark.parametrize(
+    ("replay", "passed", "experts"),
+    [
+        ("recompute", ((Output.LOGPROBS, EXPERTS), "", False), CHOSEN),  # in one pass, and not the engine's
+        ("engine", ((Output.LOGPROBS,), "", True), CHOSEN + 100),
+    ],
+)
+def test_old_logprobs_use_the_experts_that_training_does(
+    make_run: Callable[..., Run], replay: str, passed: Any, experts: Any
+) -> None:
     actor = Group()
-    algorithm = {"old_logprobs": "recompute", "routing_replay": "recompute", "kl_coef": 0.1}
+    algorithm = {"old_logprobs": "recompute", "routing_replay": replay, "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
     columns = run.prepare(with_experts()).samples.columns
-    assert actor.passes == [((Output.LOGPROBS, EXPERTS), "", False), ((Output.LOGPROBS,), REFERENCE, False)]
-    np.testing.assert_array_equal(columns["routed_experts"], CHOSEN)  # and not the engine's
+    assert actor.passes == [passed, OF_REFERENCE]
+    np.testing.assert_array_equal(columns["routed_experts"], experts)
     assert columns["routed_experts"].dtype == np.int16
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
-
-
-def test_old_logprobs_use_the_engines_experts_where_training_does(make_run: Callable[..., Run]) -> None:
-    actor = Group()
-    algorithm = {"old_logprobs": "recompute", "routing_replay": "engine", "kl_coef": 0.1}
-    run = make_run(make_config(algorithm=algorithm), actor=actor)
-    columns = run.prepare(with_experts()).samples.columns
-    assert actor.passes == [((Output.LOGPROBS,), "", True), ((Output.LOGPROBS,), REFERENCE, False)]
-    np.testing.assert_array_equal(columns["routed_experts"], CHOSEN + 100)
 
 
 def test_missing_experts_end_the_run(make_run: Callable[..., Run]) -> None:
@@ -270,9 +257,7 @@ def halve(batch: ScoredRollout) -> ScoredRollout:
 
 
 @pytest.mark.parametrize(
-    ("table", "kept"),
-    [({"rollout": {"save": True}}, 2), ({"run": {"mode": "rollout-only"}}, 2), ({}, 0)],
-    ids=str,
+    ("table", "kept"), [({"rollout": {"save": True}}, 2), ({"run": {"mode": "rollout-only"}}, 2), ({}, 0)], ids=str
 )
 def test_saved_batches_are_not_postprocessed(
     make_run: Callable[..., Run], tmp_path: Path, table: Any, kept: int
@@ -402,6 +387,13 @@ def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run
         assert len(check.judged) == 1
 
 
+def test_samples_are_compared_by_the_experts_that_training_replays(make_run: Callable[..., Run]) -> None:
+    actor, given = Group(), with_experts()
+    check, config = Judging(given.rollout.batch), make_config(algorithm={"routing_replay": "engine"})
+    make_run(config, actor=actor, logprob_check=check, pushed_at=0).prepare(given)
+    assert actor.passes == [((Output.LOGPROBS,), "", True)] and len(check.judged) == 1
+
+
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -474,10 +466,7 @@ class Stop:
 
 
 def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:
-    for last_step, log in (
-        (4, [("start 5", False), ("complete", True)]),
-        (5, [("complete", True)]),
-    ):
+    for last_step, log in ((4, [("start 5", False), ("complete", True)]), (5, [("complete", True)])):
         saves, source = Files(last_step), Source()
         run = make_run(
             make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=source, run_dir=Path("/run")
@@ -536,7 +525,7 @@ class Full(Files):
         self.log.append(("give up", True))
 
 
-def test_in_memory_saves_are_of_resumable_steps_and_end_no_run(make_run: Callable[..., Run]) -> None:
+def test_in_memory_saves_are_resumable_and_end_no_run(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(weights={"every": 2}, checkpoint={"every": 2})
     saved: dict[str, Any] = {"source": Source(), "ears": ears}
     memory = Files(0)
@@ -585,7 +574,7 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     assert len(asking.saved) == 2
 
 
-def test_a_checkpoint_of_this_step_is_in_memory_if_there_are_such_and_room(make_run: Callable[..., Run]) -> None:
+def test_a_checkpoint_to_restart_from_is_in_memory_if_possible(make_run: Callable[..., Run]) -> None:
     def saved(*, memory: Files | None, disk: Files) -> Path:
         run = make_run(make_config(), checkpoints=disk, memory=memory, rollout_step=4, source=Source())
         return run.saves.for_restart(run._driver_part)

@@ -11,7 +11,7 @@ from corerl.driver.metrics import StepNotices
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import SampleBatch
+from tests.marked import marked
 from tests.rollout.scored import scored
 
 
@@ -51,12 +51,7 @@ def with_rewards(*groups: str) -> ScoredRollout:
     rewards = np.array([float(letter) for word in groups for letter in word], np.float32) / 4
     number = np.repeat(np.arange(len(groups)), [len(word) for word in groups])
     size = len(rewards)
-    batch = SampleBatch(
-        tokens=np.arange(size),
-        offsets=np.arange(size + 1),
-        columns={"loss_mask": np.ones(size, np.bool_)},
-        row_columns={"group": number, "sample": np.zeros(size, np.int64)},
-    )
+    batch = marked(*"x" * size, of_rows={"group": number, "sample": [0] * size})
     rollout = Rollout(batch=batch, prompts=(), texts=[""] * size)
     return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
 

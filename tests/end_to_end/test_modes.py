@@ -96,8 +96,6 @@ def test_eval_scores_a_checkpoint_as_the_run_did(trained: Path) -> None:
     assert {"eval/pass@4", "eval/majority@4", "eval/few/reward", "eval/few/pass@2"} <= scores.keys()
     sampled = [set(line) for line in metrics(trained / "run") if "eval/reward" in line]
     assert ["eval/few/reward" in names for names in sampled] == [True, False, True]
-    more = json.loads(corerl("eval", trained / "run", "--json", "eval.samples=8", "eval.sets=[]", logs=trained))
-    assert set(more) == {*(name for name in scores if "few" not in name), "eval/pass@8", "eval/majority@8"}
     assert sorted(path.name for path in (trained / "run").iterdir()) == sorted([*before, "eval"])
 
 

@@ -53,9 +53,7 @@ def test_a_run_ends_within_a_minute_of_its_rays_death(service: str, tmp_path: Pa
     assert newest is not None and read_state(newest)["rollout_step"] >= 1
 
 
-def test_a_run_whose_directory_is_replaced_ends_with_an_error(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_directory_is_replaced_ends_with_an_error(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [
         write_small(tmp_path),

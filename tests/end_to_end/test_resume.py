@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from corerl.checkpoint.commit import latest
 from corerl.driver.run_dir import occupied
 from corerl.errors import ConfigError
-from corerl_testing import tolerances
 from tests.end_to_end.command import Command, numbers, steps_done
 from tests.end_to_end.conftest import Finished
 from tests.end_to_end.faulty import fault
@@ -91,27 +89,3 @@ def test_a_stopped_and_killed_run_equals_the_uninterrupted_one(uninterrupted: Fi
     assert "resumed after 3 of 6 steps" in command.out.splitlines()
     assert not partial.exists()
     assert_same_as(uninterrupted, run_dir)
-
-
-@pytest.mark.nightly  # groups of other sizes resume in plugins/elastic/tests/test_resizing.py
-def test_a_run_resumes_with_other_ranks_engines_and_transport(uninterrupted: Finished, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    changes = ["roles.actor.ranks=1", "rollout.replicas=2", "weights.transport=disk", "cluster.placement=disaggregated"]
-    checkpoint = uninterrupted.run_dir / "checkpoints/step-00000004"
-    resume = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}"]
-    with Command("train", uninterrupted.config, *uninterrupted.overrides, *resume, *changes, logs=tmp_path) as command:
-        assert (command.finish(), command.err) == (0, "")
-
-    def of(directory: Path) -> dict[int, dict[str, Any]]:
-        return {line["step"]: line for line in numbers(directory) if "train/loss" in line}
-
-    found, wanted = of(run_dir), of(uninterrupted.run_dir)
-    assert list(found) == [4, 5]
-    for step, line in found.items():
-        for sampled in ("rollout/reward", "rollout/tokens", "rollout/truncated", "train/lr"):
-            assert line[sampled] == wanted[step][sampled]
-        for name, tolerance in (("loss", tolerances.LOSS), ("grad_norm", tolerances.GRAD_NORM)):
-            assert line[f"train/{name}"] == pytest.approx(
-                wanted[step][f"train/{name}"], rel=tolerance.relative, abs=tolerance.absolute
-            )
-        assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS

@@ -7,9 +7,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from attrs import evolve
-
 from corerl.data.prompts import Prompt
 
 
@@ -34,19 +31,6 @@ def slow(scored: Any) -> Any:
     """A run that only has to be there leaves the cores to others."""
     time.sleep(0.5)
     return scored
-
-
-def spoil_a_logprob(scored: Any) -> Any:
-    """As an engine might: one token of sample 5 has a log-prob that is no number."""
-    batch = scored.rollout.batch
-    logprobs = batch.columns["rollout_logprobs"].copy()
-    own = np.arange(batch.offsets[5], batch.offsets[6])
-    logprobs[own[batch.columns["loss_mask"][own]][0]] = np.nan
-    return evolve(scored, rollout=evolve(scored.rollout, batch=batch.with_columns(rollout_logprobs=logprobs)))
-
-
-def share_of_zeros(prompt: Prompt, response: str) -> float:
-    return response.count("0") / 4
 
 
 def shot_after(answer: str, directory: str | Path) -> Path:

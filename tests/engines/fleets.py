@@ -9,21 +9,16 @@ from typing import Any
 import numpy as np
 
 from corerl.config.schema import ModelConfig
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import EngineContext, GenerateRequest, Generation
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import CorerlError, EngineFailed
 from corerl.event_loop import EventLoop
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
-from tests.engines.services import generation_of
+from tests.engines.services import generation_of, request_of
 
-REQUEST = GenerateRequest(
-    tokens=np.arange(10),
-    offsets=np.array([0, 1, 3, 4, 8, 10]),
-    noise_keys=np.array([7, 8, 9, 10, 11]),
-    params=SamplingParams(max_tokens=6, stop_tokens=(2,)),
-)
+REQUEST = request_of([[0], [1, 2], [3], [4, 5, 6, 7], [8, 9]], first_key=7, max_tokens=6, stop_tokens=(2,))
 
 
 def assigned(count: int, *, bundles: int = 1) -> list[EngineAssignment]:

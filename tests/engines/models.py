@@ -71,12 +71,7 @@ def hf_tensors(model: PreTrainedModel, directory: Path) -> dict[str, torch.Tenso
 
 
 def update(
-    engines: Sequence[Engine],
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    version: int,
-    path: Path,
-    timeout: float = 20.0,
+    engines: Sequence[Engine], tensors: Mapping[str, torch.Tensor], *, version: int, path: Path, timeout: float = 20.0
 ) -> list[Received]:
     """Send `tensors` in buckets of at most 8 KiB to all engines at once."""
     names = tuple(f"engine-{index}" for index in range(len(engines)))

@@ -21,7 +21,9 @@ def request_of(rows: Sequence[Sequence[int]], *, first_key: int = 0, **params: A
     )
 
 
-def generation_of(rows: Sequence[Sequence[int]], *, truncated: bool = False, unfinished: Any = None) -> Generation:
+def generation_of(
+    rows: Sequence[Sequence[int]], *, truncated: bool | Sequence[bool] = False, unfinished: Any = None
+) -> Generation:
     """Responses of these tokens, by the weights of version 0."""
     total = sum(map(len, rows))
     return Generation(

@@ -6,12 +6,12 @@ import torch
 from attrs import evolve
 
 from corerl.config.schema import ModelConfig
-from corerl.engines.base import GenerateRequest, SamplingParams
-from corerl.engines.continuation import append, continued
+from corerl.engines.base import GenerateRequest
 from corerl.errors import EngineFailed
 from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
-from tests.engines.models import context, pause_after, spread, update
+from tests.engines.models import context, spread, update
+from tests.engines.services import request_of
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
 
@@ -21,12 +21,7 @@ def fake(index: int = 0) -> FakeEngine:
 
 
 def request(rows: int) -> GenerateRequest:
-    return GenerateRequest(
-        tokens=np.arange(2 * rows) % 8,
-        offsets=np.arange(rows + 1) * 2,
-        noise_keys=np.arange(rows) * 31,
-        params=SamplingParams(max_tokens=5, stop_tokens=(3,)),
-    )
+    return request_of((np.arange(2 * rows).reshape(-1, 2) % 8).tolist(), max_tokens=5, stop_tokens=(3,))
 
 
 def test_answers_are_a_function_of_prompt_noise_and_version(tmp_path: Path) -> None:
@@ -53,17 +48,3 @@ def test_answers_are_a_function_of_prompt_noise_and_version(tmp_path: Path) -> N
     update(engines, WEIGHTS, version=2, path=tmp_path)
     later = engines[0].generate(asked)
     assert later.tokens.tolist() != whole.tokens.tolist() and set(later.versions.tolist()) == {2}
-
-
-def test_it_is_interrupted_and_continued_as_real_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = fake()
-    update([served], WEIGHTS, version=1, path=tmp_path)
-    asked = request(20)
-    whole = served.generate(asked)
-    with monkeypatch.context() as patch:
-        pause_after(patch, 2)
-        drawn = served.generate(asked)
-    assert set(np.diff(drawn.offsets)) == {1, 2} and drawn.unfinished.any()
-    together = append(asked, drawn, served.generate(continued(asked, drawn)))
-    for column in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
-        assert getattr(together, column).tolist() == getattr(whole, column).tolist()

@@ -152,7 +152,7 @@ def test_scored_prompts_are_read_whole_after_a_pause(loop: EventLoop) -> None:
         sample(fleet, scored)
 
 
-def test_an_engine_that_samples_from_other_weights_than_asked_is_an_error(loop: EventLoop) -> None:
+def test_an_engine_that_samples_other_weights_is_an_error(loop: EventLoop) -> None:
     fleet = fleet_of(Scripted(), loop, 1)  # tokens of version 0
     fleet.updated(fleet.names, {"engine-0": (0, 1)})
     with pytest.raises(EngineFailed, match=r"engine-0 sampled from weights version \{0\}, but was asked for version 1"):

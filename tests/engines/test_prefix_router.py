@@ -55,7 +55,4 @@ def test_rows_of_one_picture_go_where_it_was_read() -> None:
         shares.remember(replica, request, Generation.nothing(request))
     assert {
         replica: each.tolist() for replica, each in shares.divide(pictured_request(rows[::-1]), [0, 1]).items()
-    } == {
-        0: [1],
-        1: [0],
-    }
+    } == {0: [1], 1: [0]}

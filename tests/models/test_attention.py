@@ -10,22 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
 from corerl.kinds import InPieces
-from corerl.models.attention import (
-    PACKED,
-    CausalMask,
-    attention_in_pieces,
-    register_packed_attention,
-    run_on_rows,
-)
+from corerl.models.attention import PACKED, CausalMask, attention_in_pieces, register_packed_attention, run_on_rows
 from corerl.models.files import meta_model
 from corerl.models.parts import parts_of
 from corerl.ops.packing import PackedSequences
@@ -96,7 +86,7 @@ def mask_of(make: Callable[..., Any], fields: dict[str, Any]) -> Any:
         ("openai-gpt", {}, InPieces.OWN),
     ],
 )
-def test_attention_is_one_kernel_where_it_needs_nothing_that_the_kernel_lacks(
+def test_attention_is_one_kernel_where_that_has_everything(
     model_type: str, fields: dict[str, Any], wanted: InPieces | None
 ) -> None:
     decoder = parts_of(meta_model(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
@@ -111,7 +101,7 @@ class Sums(nn.Module):
         return total, total[:, -1]
 
 
-def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> None:
+def test_a_layer_without_bounds_or_with_masks_is_refused() -> None:
     block = nn.ModuleDict({"mixer": Sums()})
     run_on_rows(block)
     hidden = torch.zeros(1, 4, 2)

@@ -49,7 +49,7 @@ def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str)
         ("mixtral", {"router_jitter_noise": 0.3, "num_local_experts": 4, "num_key_value_heads": 2}),
     ],
 )
-def test_a_model_draws_nothing_while_it_trains_whatever_its_config_says(kind: str, fields: dict[str, Any]) -> None:
+def test_a_model_in_training_draws_nothing(kind: str, fields: dict[str, Any]) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = AutoConfig.for_model(kind, **sizes, vocab_size=97, **fields)
     model = build_on_meta(config, dtype=torch.float32, attention="sdpa")
@@ -71,7 +71,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_stored_buffers_are_those_that_transformers_saves_as_precise_as_it_keeps_them() -> None:
+def test_stored_buffers_are_those_that_transformers_saves() -> None:
     config = tiny_config("glm4-moe")
     model = build_on_meta(config, dtype=torch.bfloat16, attention="sdpa")
     saved = AutoModelForCausalLM.from_config(config).state_dict().keys() - dict(model.named_parameters()).keys()
@@ -130,7 +130,7 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations(mo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_a_model_that_reads_pictures_its_text_half_is_built(family: str) -> None:
+def test_a_model_of_pictures_is_built_without_its_tower(family: str) -> None:
     config = pictures_config(family)
     config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[family]]
     whole: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -146,7 +146,7 @@ def test_of_a_model_that_reads_pictures_its_text_half_is_built(family: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_has_all_weights_that_are_not_of_the_text(family: str, tmp_path: Path) -> None:
+def test_a_tower_has_all_weights_but_the_texts(family: str, tmp_path: Path) -> None:
     pictures_config(family).save_pretrained(tmp_path)
     config = hf_config(ModelConfig(path=str(tmp_path), pictures="vision"))
     whole = AutoModelForImageTextToText.from_config(config)

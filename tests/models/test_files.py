@@ -76,7 +76,7 @@ def test_names_with_and_without_the_prefix_are_those_of_transformers(
     assert_loads_as_in_transformers(directory, load)
 
 
-def test_what_no_model_has_is_told_but_for_the_buffers_of_older_versions(tmp_path: Path, load: Load) -> None:
+def test_unknown_tensors_are_told_but_old_buffers(tmp_path: Path, load: Load) -> None:
     directory = written(tmp_path, GPT2)
     more = {"h.0.attn.bias": torch.ones(1, 1, 48, 48), "score.weight": torch.ones(2)}
     change(directory, lambda tensors: {**tensors, **more})
@@ -88,7 +88,7 @@ def test_what_no_model_has_is_told_but_for_the_buffers_of_older_versions(tmp_pat
     ("kind", "embedding"), [("gpt2", "transformer.wte.weight"), ("qwen3-tied", "model.embed_tokens.weight")]
 )
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_config_says(
+def test_a_head_unlike_the_embedding_is_used(
     kind: str, embedding: str, prefixed: bool, tmp_path: Path, load: Load
 ) -> None:
     directory = written(tmp_path, {**MODELS[kind], "tie_word_embeddings": True})
@@ -119,9 +119,7 @@ def test_a_head_that_differs_in_its_last_row_differs(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3-tied"])
-def test_a_tied_model_whose_files_have_the_head_alone_gets_its_embedding_from_it(
-    kind: str, tmp_path: Path, load: Load
-) -> None:
+def test_a_head_alone_gives_a_tied_embedding(kind: str, tmp_path: Path, load: Load) -> None:
     embeddings = ("transformer.wte.weight", "model.embed_tokens.weight")
     directory = written(
         tmp_path,
@@ -146,7 +144,7 @@ def drawn(config: PreTrainedConfig, seed: int = 3) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_says_of_every_tensor_of_the_usual_families_what_is_usual(kind: str) -> None:
+def test_tensors_of_usual_families_begin_as_usual(kind: str) -> None:
     config = tiny_config(kind)
     shapes = shapes_of(config)
     usual = RandomSource(config, shapes, seed=3)
@@ -155,7 +153,7 @@ def test_it_says_of_every_tensor_of_the_usual_families_what_is_usual(kind: str) 
         assert torch.equal(values, usual.read(name, (0,) * len(shapes[name]), shapes[name])), name
 
 
-def test_a_state_space_models_decays_and_convolutions_begin_as_its_authors_say() -> None:
+def test_a_state_space_model_begins_as_its_authors_say() -> None:
     mamba = AutoConfig.for_model("mamba2", **(SMALL | {"num_heads": 4}), head_dim=32, state_size=16, n_groups=2)
     found, values = initials(mamba, seed=0), drawn(mamba)
     assert torch.equal(values["backbone.layers.0.mixer.A_log"], torch.log(torch.arange(1.0, 5.0)))

@@ -113,7 +113,7 @@ def test_it_does_run_for_who_trusts_it(loader: Any, poisoned: Path, mark: Path) 
     assert mark.exists()
 
 
-def test_a_model_type_that_is_nothing_without_its_code_is_refused(poisoned: Path, mark: Path) -> None:
+def test_a_model_type_that_needs_code_is_refused(poisoned: Path, mark: Path) -> None:
     file = poisoned / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "poison"}))
     with pytest.raises(ModelError, match="model_type 'poison' is unknown to transformers") as caught:

@@ -55,7 +55,7 @@ NOT_PACKED = {
 
 
 @pytest.mark.parametrize("model_type", NOT_PACKED)
-def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: str) -> None:
+def test_a_model_that_cannot_be_packed_says_why(model_type: str) -> None:
     model = meta_model(smallest_config(model_type))
     chosen = choose_layout(model, "auto")
     assert chosen.name == "whole" and re.match(NOT_PACKED[model_type], chosen.why)
@@ -66,12 +66,12 @@ def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: st
 
 
 @pytest.mark.parametrize("asked", ["auto", "whole"])
-def test_a_model_that_goes_neither_way_is_refused_with_what_keeps_it_from_being_whole(asked: str) -> None:
+def test_a_model_that_is_neither_packed_nor_whole_is_refused(asked: str) -> None:
     with pytest.raises(ModelError, match="^XLNetLMHeadModel lets every token see later ones; use another model$"):
         choose_layout(meta_model(smallest_config("xlnet")), asked)
 
 
-def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() -> None:
+def test_the_policy_has_its_layout_and_the_fastest_attention() -> None:
     qwen3, gpt_oss = tiny_config("qwen3"), smallest_config("gpt_oss")
     assert (own_attention(qwen3), own_attention(gpt_oss)) == ("sdpa", "eager")
     assert isinstance(make_policy(qwen3, dtype=torch.float32), PackedPolicy)
@@ -87,15 +87,9 @@ def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        (
-            "idefics",
-            "IdeficsForVisionText2Text cannot be called with text alone (ValueError: Exactly 1",
-        ),
+        ("idefics", "IdeficsForVisionText2Text cannot be called with text alone (ValueError: Exactly 1"),
         ("florence2", "Florence2ForConditionalGeneration has an encoder, which lets every token see later ones"),
-        (
-            "blip-2",
-            "CoreRL cannot separate the decoder of Blip2ForConditionalGeneration from its head: what follows",
-        ),
+        ("blip-2", "CoreRL cannot separate the decoder of Blip2ForConditionalGeneration from its head: what follows"),
     ],
 )
 def test_a_model_that_reads_pictures_must_pass_text_alone(model_type: str, reason: str) -> None:
@@ -137,9 +131,7 @@ DYNAMIC = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
 
 
 @pytest.mark.parametrize(("rope", "positions"), [(LONG, 128), (DYNAMIC, 32)], ids=["longrope", "dynamic"])
-def test_rotary_frequencies_that_follow_the_longest_sequence_are_taken_as_long_as_they_do_not(
-    rope: dict[str, Any], positions: int
-) -> None:
+def test_frequencies_that_follow_the_longest_sequence_are_bounded(rope: dict[str, Any], positions: int) -> None:
     config = AutoConfig.for_model(**{**LLAMA, "max_position_embeddings": positions, "rope_parameters": rope})
     policy, (short, full, longer) = policy_of(drawn_model(config), "auto"), drawn(10, 32, 33)
     alone, beside = (passed(policy, rows)[Output.LOGPROBS][:10] for rows in ([short], [short, full]))
@@ -251,7 +243,7 @@ def test_no_sequence_changes_with_its_padding_or_with_the_others(
 # ---- experts, critics ------------------------------------------------------------------------------------------------
 
 
-def test_experts_are_reported_and_replayed_token_by_token_whatever_the_padding() -> None:
+def test_experts_are_reported_and_replayed_whatever_the_padding() -> None:
     model = drawn_model(tiny_config("qwen3-moe"))
     rows, packed, sequences = policy_of(model, "whole"), policy_of(model, "packed"), drawn(*LENGTHS)
     chosen = []
@@ -273,7 +265,7 @@ def test_experts_are_reported_and_replayed_token_by_token_whatever_the_padding()
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-4)
 
 
-def test_values_are_those_of_the_decoders_hidden_states_before_each_token() -> None:
+def test_values_come_from_hidden_states_before_each_token() -> None:
     config = smallest_config("gemma2")
     built = build_on_meta(config, dtype=torch.float32, attention="eager", value_head=True)
     generator = torch.Generator().manual_seed(0)

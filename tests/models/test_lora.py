@@ -156,7 +156,7 @@ def test_adapters_of_experts_go_on_from_a_directory_of_peft(tmp_path: Path) -> N
         assert torch.equal(source.read(name, (0, 0), shapes[name]), wanted)
 
 
-def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_split_in_files_gets_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     def split(model: PreTrainedModel, params: dict[str, Tensor]) -> dict[str, Tensor]:
         up = params.pop("model.layers.0.mlp.up_proj.weight")
         return {**params, "up.0": up[:48], "up.1": up[48:]}
@@ -258,9 +258,7 @@ def made(found: dict[str, Any], tiny_models: dict[str, Path]) -> Callable[[str],
 @needs_peft
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", CASES)
-def test_a_run_that_goes_on_from_adapters_of_peft_begins_with_its_log_probs_and_its_gradients(
-    kind: str, made: Callable[[str], Made]
-) -> None:
+def test_adapters_of_peft_begin_with_its_logprobs_and_gradients(kind: str, made: Callable[[str], Made]) -> None:
     case, settings = made(kind), CASES[kind]
     lora = case.setup.lora
     assert lora is not None and lora.targets is not None
@@ -354,29 +352,25 @@ def test_what_corerl_would_compute_otherwise_is_refused(tmp_path: Path, changes:
     assert caught.value.message.startswith(f"{tmp_path}/{PEFT_CONFIG} has ") and shown in caught.value.message
 
 
-def test_a_config_that_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
-    file = tmp_path / PEFT_CONFIG
-
-    def told() -> str:
-        with pytest.raises(ModelError) as caught:
-            saved_settings(tmp_path)
-        return caught.value.message
-
-    assert told() == f"{file} cannot be read (No such file or directory); name a directory that PEFT has saved"
-    file.write_text('{"peft_type": "LORA",')
-    assert told().startswith(f"{file} is no JSON (Expecting property name") and told().endswith(
-        "; save the adapters again"
-    )
-    file.write_text("[]")
-    assert told() == f"{file} has peft_type=None, wanted 'LORA'; CoreRL trains no other adapters"
+SAVED = "name a directory that PEFT has saved"
 
 
-def test_weights_that_are_missing_or_damaged_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
-        PeftFiles(tmp_path)
-    assert caught.value.message == f"{tmp_path} has no {PEFT_WEIGHTS}; name a directory that PEFT has saved"
-    (tmp_path / PEFT_WEIGHTS).write_bytes(b"\x10\x00\x00")
-    with pytest.raises(ModelError, match=f"^{tmp_path}/{PEFT_WEIGHTS} .*"):
-        PeftFiles(tmp_path)
+@pytest.mark.parametrize(
+    ("read", "name", "content", "told"),
+    [
+        (saved_settings, PEFT_CONFIG, None, f"/{PEFT_CONFIG} cannot be read .No such file or directory.; {SAVED}$"),
+        (saved_settings, PEFT_CONFIG, '{"a": 1,', f"/{PEFT_CONFIG} is no JSON .Expecting property.*save the adapters"),
+        (saved_settings, PEFT_CONFIG, "[]", f"/{PEFT_CONFIG} has peft_type=None, wanted 'LORA'; CoreRL trains no oth"),
+        (PeftFiles, PEFT_WEIGHTS, None, f" has no {PEFT_WEIGHTS}; {SAVED}$"),
+        (PeftFiles, PEFT_WEIGHTS, "\x10\x00\x00", f"/{PEFT_WEIGHTS} "),
+    ],
+)
+def test_files_that_are_missing_or_damaged_are_told(
+    read: Callable[[Path], object], name: str, content: str | None, told: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=f"^{tmp_path}{told}"):
+        read(tmp_path)
     with pytest.raises(ModelError, match="'/nowhere' is not a directory, expected a directory of PEFT"):
         PeftFiles("/nowhere")

@@ -19,7 +19,7 @@ def on_disk(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def test_views_of_the_parameters_are_the_tensors_on_disk_bit_for_bit(tiny_model: Path) -> None:
+def test_views_of_parameters_are_the_tensors_on_disk(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     boxes, wanted = hf_boxes(model), on_disk(tiny_model)
     params = dict(model.named_parameters())
@@ -32,7 +32,7 @@ def test_views_of_the_parameters_are_the_tensors_on_disk_bit_for_bit(tiny_model:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_any_cut_cover_every_tensor_once_and_hold_its_values(kind: str) -> None:
+def test_chunks_of_any_cut_cover_every_tensor_once(kind: str) -> None:
     torch.manual_seed(0)
     model = build_on_meta(tiny_config(kind), dtype=torch.float32, attention="sdpa")
     boxes = hf_boxes(model)

@@ -34,9 +34,7 @@ from tests.models.passes import drawn, passed, policy_of
     ],
     ids=lambda each: each.model_type if isinstance(each, PreTrainedConfig) else "",
 )
-def test_a_model_whose_tokens_see_later_ones_or_whose_numbers_would_change_is_refused(
-    config: PreTrainedConfig, message: str
-) -> None:
+def test_a_model_whose_tokens_see_later_ones_is_refused(config: PreTrainedConfig, message: str) -> None:
     model = build_on_meta(config, dtype=torch.float32, attention="eager", buffers=False)
     with pytest.raises(ModelError, match=message):
         parts_of(model)
@@ -60,7 +58,7 @@ class Embedding(LlamaForCausalLM):
         return SimpleNamespace(logits=self.lm_head(output.last_hidden_state))
 
 
-def test_what_follows_the_decoder_calls_no_hook_and_reads_what_replaces_its_parameters() -> None:
+def test_what_follows_the_decoder_reads_its_own_parameters() -> None:
     model = drawn_model(smallest_config("bert"))
     policy, called = policy_of(model, "packed"), []
     for name, module in policy.model.named_modules():
@@ -81,9 +79,7 @@ def test_what_follows_the_decoder_calls_no_hook_and_reads_what_replaces_its_para
 @pytest.mark.parametrize(
     ("kind", "message"), [(Looking, "needs more than hidden states"), (Embedding, "is not called with the tokens")]
 )
-def test_a_model_whose_head_needs_more_than_hidden_states_is_refused(
-    kind: type[LlamaForCausalLM], message: str
-) -> None:
+def test_a_head_that_needs_more_than_states_is_refused(kind: type[LlamaForCausalLM], message: str) -> None:
     with torch.device("meta"), pytest.raises(ModelError, match=f"^CoreRL cannot separate the decoder .* {message}"):
         parts_of(kind(LLAMA))
 

@@ -66,9 +66,7 @@ def test_values_are_refused() -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "whole"])
-def test_ranks_that_share_the_rows_of_the_head_get_the_outputs_and_gradients_of_one(
-    rank_pool: RankPool, layout: str
-) -> None:
+def test_ranks_that_share_the_head_compute_as_one(rank_pool: RankPool, layout: str) -> None:
     outputs, gradients = passes.pass_alone("llama", layout)
     ranks = rank_pool.run(passes.pass_with_the_group, "llama", layout)
     for found, of_rank in ranks:
@@ -82,7 +80,7 @@ def test_ranks_that_share_the_rows_of_the_head_get_the_outputs_and_gradients_of_
     assert (len(head), len(wanted)) == (98, 97) and not head[97:].any()
 
 
-def test_a_head_that_is_more_than_a_matrix_is_not_shared() -> None:
+def test_a_head_beyond_a_matrix_is_not_shared() -> None:
     config = smallest_config("cohere")  # which scales its logits
     with pytest.raises(
         ModelError, match="^CohereForCausalLM has more after its decoder than one matrix, so that ranks"

@@ -78,7 +78,7 @@ def others() -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_tell_what_they_choose_and_choose_it_again_where_they_are_told_nothing(family: str) -> None:
+def test_routers_tell_what_they_choose_and_choose_again(family: str) -> None:
     model = tiny(family)
     with torch.no_grad():
         before = model(input_ids=TOKENS, use_cache=False).logits
@@ -123,9 +123,7 @@ GROUPS = {
         ("glm4_moe", {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
     ],
 )
-def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed(
-    family: str, fields: dict[str, Any]
-) -> None:
+def test_a_model_that_chooses_otherwise_is_not_replayed(family: str, fields: dict[str, Any]) -> None:
     model = tiny(family, **fields)
     taken = Routers(model)
     if not taken.layers:
@@ -145,7 +143,7 @@ def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_layers_compile_as_one_graph_until_somebody_listens_and_go_around_routers_then(model_type: str) -> None:
+def test_layers_compile_as_one_graph_until_somebody_listens(model_type: str) -> None:
     depth = torch._dynamo.config.recompile_limit + 2  # what is compiled for each layer fails
     model = tiny(model_type, num_hidden_layers=depth)
     controlled, told = Routers(model), others().clamp_min(0)[:, :1].expand(-1, depth, -1)

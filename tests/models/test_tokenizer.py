@@ -12,7 +12,7 @@ from corerl_testing.models import tiny_fields
 DIGITS = "characters:0123456789>s"
 
 
-def test_a_character_tokenizer_has_four_special_tokens_and_then_one_for_each_character():
+def test_a_character_tokenizer_has_special_tokens_then_characters():
     tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
     assert len(tokenizer) == 16
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (
@@ -26,7 +26,7 @@ def test_a_character_tokenizer_has_four_special_tokens_and_then_one_for_each_cha
     assert tokenizer("3xé日3")["input_ids"] == [1, 7, 3, 3, 3, 7]
 
 
-def test_texts_are_encoded_as_transformers_does_and_whole_whatever_the_tokenizer_was_saved_with():
+def test_texts_are_encoded_whole_whatever_a_tokenizer_cuts():
     texts = ["350>s", "", "<eos>3", "3xé日3"]
     alone = [load_tokenizer(tokenizer=DIGITS, path="")(text, add_special_tokens=False)["input_ids"] for text in texts]
     tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
@@ -38,7 +38,7 @@ def test_texts_are_encoded_as_transformers_does_and_whole_whatever_the_tokenizer
     assert plain(tokenizer, []) == []
 
 
-def test_what_cannot_be_loaded_is_named_with_its_setting_and_with_what_was_found(tmp_path: Path):
+def test_what_cannot_be_loaded_is_named_with_its_setting(tmp_path: Path):
     with pytest.raises(ModelError, match="no tokenizer: set model.tokenizer"):
         load_tokenizer(tokenizer="", path="")
     with pytest.raises(ModelError, match="model.path='/nowhere/at/all' is not a directory"):
@@ -77,7 +77,7 @@ def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
         require_room_for_tokens(hf_config(model), tokenizer, model)
 
 
-def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does() -> None:
+def test_a_model_of_fields_ends_where_they_say() -> None:
     tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
     tokenizer.eos_token = None
     assert hf_config(ModelConfig(config={"model_type": "llama"})).eos_token_id == 2  # of Llama's first tokenizer
@@ -105,7 +105,7 @@ def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text:
         end_tokens(load_tokenizer(tokenizer=DIGITS, path=""), ModelConfig(path=str(tmp_path)))
 
 
-def test_settings_that_transformers_could_not_load_from_an_export_are_refused(tmp_path: Path) -> None:
+def test_settings_that_no_export_could_have_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text('{"eos_token_id": 2, "pad_token_id": "<pad>"}')
     with pytest.raises(ModelError, match=f"^model.path: transformers cannot load {file}: TypeError: .*; correct or"):

@@ -12,3 +12,12 @@ from tests.plugin.conftest import install as install
 def only_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No extension takes part that a config does not list, though its wheel is installed."""
     monkeypatch.setattr(make, "with_extensions", lambda config: config)
+
+
+@pytest.fixture(autouse=True)
+def required(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The distributions whose requirements each plan asks for; looking them up is half of a plan's time, and tested in
+    tests/plugin."""
+    asked: list[set[str]] = []
+    monkeypatch.setattr(make, "require_met", lambda names: asked.append({*names}))
+    return asked

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from corerl.config.load import config_of
 from corerl.errors import ConfigError
-from corerl.plan.check import contradictions, require_even, require_no_code_of_a_model
+from corerl.plan.check import contradictions, require_even
 from tests.driver.saved import DATA
 
 
@@ -57,15 +56,6 @@ def test_samples_that_do_not_divide_are_answered_with_a_multiple(
     if unit:
         assert f"use a multiple of {unit}, or" in line and line.endswith(words)
         assert of(int(unit.split()[-1])) == ""
-
-
-def test_no_code_of_a_model_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tables: dict[str, Any] = {**DATA, "model": {"path": "."}}
-    require_no_code_of_a_model(config_of(tables))
-    (tmp_path / "modeling.py").write_text("")
-    with pytest.raises(ConfigError, match=r"^model.path: '.' is the working directory.*\(modeling.py\)"):
-        require_no_code_of_a_model(config_of(tables))
 
 
 def test_a_model_of_a_role_that_the_run_has_not_is_not_looked_at() -> None:

@@ -49,9 +49,7 @@ def test_a_variable_that_is_amiss_is_told_without_its_value(overrides: list[str]
     assert re.search("clustr|cluster|environment|roles", said, re.IGNORECASE) and "8675309" not in said
 
 
-def test_variables_of_process_start_are_no_secrets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_of_process_start_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "s3cr3t")
     own = {"OMP_NUM_THREADS": "4", "LD_LIBRARY_PATH": "/opt/lib", "LD_API_KEY": "s3cr3t", "RAY_memory_monitor": "0"}

@@ -61,13 +61,6 @@ def notices(plan: Plan) -> tuple[str, ...]:
     return tuple(line for line in plan.notices if "skipped" in line)
 
 
-def prompts_of(tmp_path: Path, *digits: int) -> dict[str, Any]:
-    """A data set of prompts of so many digits, none of them held out."""
-    path = tmp_path / "digits.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "7" * n}) + "\n" for n in digits))
-    return {"source": str(path), "held_out": 0}
-
-
 @pytest.mark.parametrize(
     ("fields", "rollout", "noted"),
     [
@@ -90,15 +83,6 @@ def test_sampling_that_a_models_files_ask_for_is_noted(
     plan = make_plan(config_in(tmp_path / "run", model=model, rollout={**DATA["rollout"], **rollout}))
     line = f"model.path: generation_config.json has {noted}, which is ignored: sampling follows [rollout]"
     assert [each for each in plan.notices if "generation_config.json" in each] == ([line] if noted else [])
-
-
-def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
-    rollout = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 20}
-    data = prompts_of(tmp_path, 9, 10)
-    with pytest.raises(
-        DataError, match=r"^data.source: all 2 training prompts .*: it has 10 tokens, but at most 9 fit"
-    ):
-        make_plan(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
 
 
 def test_a_context_longer_than_the_position_table_is_refused(tmp_path: Path) -> None:

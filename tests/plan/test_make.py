@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.config.toml_text import to_plain
-from corerl.errors import CheckpointError, ConfigError
+from corerl.errors import CheckpointError, ConfigError, UserError
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
@@ -29,6 +29,12 @@ def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install
     assert [each["name"] for each in plan.record["extensions"]] == ["jsonl"]
     defaults = make_plan(evolve(config_in(tmp_path / "run"), extensions=None))
     assert [each["name"] for each in defaults.record["extensions"]] == ["console", "jsonl", "tensorboard", "curves"]
+
+
+@pytest.mark.usefixtures("only_listed")
+def test_requirements_of_all_distributions_that_take_part_are_checked(tmp_path: Path, required: list[set[str]]) -> None:
+    make_plan(config_in(tmp_path / "run", backend={"name": "fsdp"}, rollout={"engine": "transformers"}))
+    assert required == [{"corerl", "corerl-fsdp", "corerl-transformers"}]
 
 
 def test_each_roles_layout_is_chosen_and_explained(tmp_path: Path) -> None:
@@ -65,14 +71,15 @@ def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytes
     assert given(config.model) == config.model
 
 
-def test_a_model_beside_python_files_is_refused_before_plugins_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_beside_python_files_is_refused_before_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "modeling.py").write_text("")
     config = config_in(tmp_path / "run", backend={"name": "no_such_module:SPEC"})
-    with pytest.raises(ConfigError, match=r"^model.path: '.' is the working directory"):
-        make_plan(evolve(config, model=ModelConfig(path=".")))
+    config = evolve(config, model=ModelConfig(path="."))
+    with pytest.raises(UserError, match="no_such_module"):
+        make_plan(config)
+    (tmp_path / "modeling.py").write_text("")
+    with pytest.raises(ConfigError, match=r"^model.path: '.' is the working directory.*\(modeling.py\)"):
+        make_plan(config)
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

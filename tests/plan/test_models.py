@@ -272,52 +272,35 @@ def test_a_model_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch
         require_memory(wide)
 
 
+def checked(directory: Path, **settings: Any) -> list[str]:
+    """What is noted of the files of a model that reads pictures."""
+    hf, problems = hf_config(ModelConfig(path=str(directory))), Problems()
+    given = {"table": "model", "frozen": False, "lora": None, "hf": hf, "built": meta_model(hf)}
+    role: Any = SimpleNamespace(settings=ModelConfig(path=str(directory), **settings), **given)
+    notices = list(check_files(role, None, setting="", refers=False, problems=problems))
+    problems.raise_all()
+    return notices
+
+
 def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> None:
-    directory = str(write_pictures("qwen3_vl", tmp_path))
-    hf = hf_config(ModelConfig(path=directory))
-
-    def noted(**settings: Any) -> list[str]:
-        role: Any = SimpleNamespace(
-            settings=ModelConfig(path=directory, **settings),
-            table="model",
-            frozen=False,
-            lora=None,
-            hf=hf,
-            built=meta_model(hf),
-        )
-        return list(check_files(role, None, setting="", refers=False, problems=Problems()))
-
-    (line,) = noted()
+    directory = write_pictures("qwen3_vl", tmp_path)
+    (line,) = checked(directory)
     assert "are not trained, as the run reads text alone, and an export has them unchanged: model.visual" in line
-    (line,) = noted(pictures="vision")
+    (line,) = checked(directory, pictures="vision")
     assert "are not trained, with model.tower='frozen', and an export has them unchanged: model.visual" in line
-    assert noted(pictures="vision", tower="trained") == []
+    assert checked(directory, pictures="vision", tower="trained") == []
 
 
-def test_files_without_a_whole_tower_are_refused_only_where_it_is_shown(tmp_path: Path) -> None:
+def test_files_without_a_whole_tower_are_refused_with_pictures(tmp_path: Path) -> None:
     directory = write_pictures("qwen3_vl", tmp_path)
     tensors = tensors_in(directory)
     gone = next(name for name in tensors if "visual" in name)
     del tensors[gone]
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    hf = hf_config(ModelConfig(path=str(directory)))
-
-    def problems_of(**settings: Any) -> Problems:
-        role: Any = SimpleNamespace(
-            settings=ModelConfig(path=str(directory), **settings),
-            table="model",
-            frozen=False,
-            lora=None,
-            hf=hf,
-            built=meta_model(hf),
-        )
-        list(check_files(role, None, setting="", refers=False, problems=(problems := Problems())))
-        return problems
-
-    problems_of().raise_all()
+    checked(directory)
     for tower in ("frozen", "trained"):
         with pytest.raises(ModelError, match=f"^model.path: .* lacks '{gone}', but its config.json needs"):
-            problems_of(pictures="vision", tower=tower).raise_all()
+            checked(directory, pictures="vision", tower=tower)
 
 
 def test_weights_that_no_pass_reads_are_noted() -> None:

@@ -26,11 +26,7 @@ from tests.tiny_pictures import TinyReader
 
 SPEC = "tests.tiny_pictures:SPEC"
 TOKENIZER = "characters:0*|!123456789>"
-ROWS = [
-    {"prompt": "1<image>", "images": ["2x2:9"]},
-    {"prompt": "2<image>", "images": ["2x2:8"]},
-    {"prompt": "34"},
-]
+ROWS = [{"prompt": "1<image>", "images": ["2x2:9"]}, {"prompt": "2<image>", "images": ["2x2:8"]}, {"prompt": "34"}]
 
 
 def config_of(tmp_path: Path, rows: list[dict[str, Any]], **model: Any) -> Config:

@@ -30,7 +30,7 @@ def test_all_processes_of_the_quickstart_are_forked() -> None:
         *("backend.name=nobodys", 'cluster.secrets=["X9"]'),
     ],
 )
-def test_nothing_is_forked_for_gpus_by_anothers_ray_and_for_wrong_configs(override: str) -> None:
+def test_nothing_is_forked_for_gpus_or_wrong_configs(override: str) -> None:
     assert preload_of(load_config(QUICKSTART, [override])) == Preload()
 
 

@@ -96,6 +96,9 @@ eval.top_p=0.5                                            | eval.temperature    
 eval.answer=json:dumps                                    | eval.answer                | majority
 {SETS},samples=2,temperature=0.0}}]                       | eval.sets[0].temperature   | eval.sets[0].samples
 {SETS},reward={{name="exakt-match"}}}}]                   | eval.sets[0].reward.name   | exakt-match
+{SETS},samples=4,answer="json:no_such"}}]                 | eval.sets[0].answer        | has no function 'no_such'
+{SETS},stop=["\u00e4"]}}]                                 | eval.sets[0].stop          | \u00e4
+{SETS},correct_on="right"}}]                              | eval.sets[0].correct_on    | no part of the reward
 {SETS}}},{{source="sort-digits",name="a"}}]               | eval.sets[0].name eval.sets[1].name | another one
 {SETS}}},{{source="sort-digits",name="b/c"}}]             | eval.sets[1].name          | slash
 model.path=/nope                                          | model.config model.path    | /nope

@@ -20,12 +20,7 @@ from corerl.config.schema import (
     TrainConfig,
 )
 from corerl.errors import ConfigError, PluginBroken
-from corerl.plan.resolve import (
-    absent_extensions,
-    check_spec,
-    resolve_tables,
-    role_options,
-)
+from corerl.plan.resolve import absent_extensions, check_spec, resolve_tables, role_options
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem
 

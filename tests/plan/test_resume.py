@@ -112,8 +112,7 @@ def test_a_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path: Path, re
 
 @pytest.mark.parametrize("resume", ["never", "auto", "newest"])
 @pytest.mark.parametrize(
-    ("mode", "advice"),
-    [("eval", "set another run.dir, or use: corerl eval "), ("rollout-only", "set another run.dir")],
+    ("mode", "advice"), [("eval", "set another run.dir, or use: corerl eval "), ("rollout-only", "set another run.dir")]
 )
 def test_sampling_and_scoring_do_not_overwrite_a_trained_run(
     tmp_path: Path, mode: Any, advice: str, resume: str
@@ -258,15 +257,8 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_directory_without_write_access_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
     require_writable(tmp_path / "not/there/yet")
     assert not (tmp_path / "not").exists()
-    for place in (tmp_path / "file", tmp_path / "file/run"):
-        with pytest.raises(ConfigError) as caught:
-            make_plan(config_in(place), starting=False)
-        assert caught.value.message == (
-            f"run.dir: cannot write to {place} ({tmp_path / 'file'}: Not a directory); set another directory"
-        )
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
     with pytest.raises(
         ConfigError, match=rf"^run.dir: .*/run \({tmp_path}: Permission denied\); set another directory$"

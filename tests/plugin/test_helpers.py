@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Any
 
 import pytest
 
@@ -10,32 +11,32 @@ from corerl.config.schema import ClusterInfo
 from corerl.kinds import InPieces, ModelSize
 from corerl.plugin.spec import IN_PIECES, Finding, Level, check_library, slow_attention
 
-
-def found(distribution: str = "numpy") -> Finding:
-    return check_library("Wood", distribution, oldest=(0, 19, 8), end=(0, 20), why="it splinters", fix="plant a tree")
-
-
-def test_a_library_that_is_not_installed_is_an_error() -> None:
-    assert found("corerl-is-not-made-of-this") == Finding(
-        level=Level.ERROR, what="Wood is not installed", why="this backend is built on it", fix="plant a tree"
-    )
+IN_BETWEEN, OUTSIDE = (
+    ["0.19.8", "0.19.8+cu130", "0.19.12", "0.19.9.post1"],
+    ["0.19.7", "0.19", "0.20", "0.20.0rc1", "1.0"],
+)
+FINE = {"level": Level.OK}
+WRONG = {"level": Level.ERROR, "fix": "plant a tree"}
 
 
-@pytest.mark.parametrize("installed", ["0.19.8", "0.19.8+cu130", "0.19.12", "0.19.9.post1"])
-def test_a_version_in_between_is_one_to_run_with(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: installed)
-    assert found() == Finding(level=Level.OK, what=f"Wood {installed} is supported by this backend")
-
-
-@pytest.mark.parametrize("installed", ["0.19.7", "0.19", "0.20", "0.20.0rc1", "1.0"])
-def test_an_unsupported_version_is_an_error_with_its_reason(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: installed)
-    assert found() == Finding(
-        level=Level.ERROR,
-        what=f"Wood {installed} is not supported by this backend",
-        why="it splinters",
-        fix="plant a tree",
-    )
+@pytest.mark.parametrize(
+    ("installed", "wanted"),
+    [
+        ("", {**WRONG, "what": "Wood is not installed", "why": "this backend is built on it"}),
+        *((each, {**FINE, "what": f"Wood {each} is supported by this backend"}) for each in IN_BETWEEN),
+        *(
+            (each, {**WRONG, "what": f"Wood {each} is not supported by this backend", "why": "it splinters"})
+            for each in OUTSIDE
+        ),
+    ],
+)
+def test_a_library_of_another_version_is_an_error(
+    installed: str, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed:
+        monkeypatch.setattr(metadata, "version", lambda name: installed)
+    given = {"oldest": (0, 19, 8), "end": (0, 20), "why": "it splinters", "fix": "plant a tree"}
+    assert check_library("Wood", "corerl-is-not-made-of-this", **given) == Finding(**wanted)
 
 
 @pytest.mark.parametrize("why", list(InPieces))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator, Iterator, Set
+from collections.abc import Callable, Generator, Iterator, Set
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,7 @@ from corerl.types import (
 
 CONTEXT = Context(role="actor", rank=1, world_size=2, local_rank=1, run_dir="runs/x")
 CONFIG = RoleConfig(
-    model=ModelConfig(),
-    train=TrainConfig(),
-    options=None,
-    weights=WeightsConfig(),
-    device="cpu",
-    seed=0,
-    timeout=1.0,
+    model=ModelConfig(), train=TrainConfig(), options=None, weights=WeightsConfig(), device="cpu", seed=0, timeout=1.0
 )
 BATCH = PackedBatch(micro_batches=(), count=1)  # nobody here looks into it
 NOTHING = PackedBatch(micro_batches=(), count=0)
@@ -141,6 +135,18 @@ def ready(backend: Fake | None = None, *extensions: tuple[str, object]) -> tuple
     return host, backend
 
 
+def verbs(host: PluginHost) -> dict[str, Callable[[], object]]:
+    return {
+        "forward_backward": lambda: host.forward_backward(BATCH, LOSS, (), False),
+        "optimizer_step": lambda: host.optimizer_step(STEP, 1.0),
+        "forward": lambda: host.forward(BATCH, (), ""),
+        "update_weights": lambda: host.update_weights(None, 1),
+        "save": lambda: host.save("somewhere", STEP, False),
+        "sleep": lambda: host.sleep(EVERY),
+        "wake_up": lambda: host.wake_up(EVERY),
+    }
+
+
 def train(host: PluginHost, step: Step = STEP) -> StepResult:
     """Both halves of a step."""
     host.forward_backward(BATCH, LOSS, (), True, at=step)
@@ -208,15 +214,8 @@ def test_a_failure_elsewhere_leaves_the_host_ready(hook: str) -> None:
     backend.errors[hook] = ValueError("boom")
     if hook == "wake_up":
         host.sleep({MemoryKind.GRAD})
-    calls = {
-        "forward": lambda: host.forward(BATCH, (), ""),
-        "update_weights": lambda: host.update_weights(None, 1),
-        "save": lambda: host.save("somewhere", STEP, False),
-        "sleep": lambda: host.sleep(EVERY),
-        "wake_up": lambda: host.wake_up(EVERY),
-    }
     with pytest.raises(HookFailed, match=f"{hook} failed"):
-        calls[hook]()
+        verbs(host)[hook]()
     assert host.state is State.READY
 
 
@@ -348,23 +347,17 @@ def test_a_hook_is_refused_where_its_memory_sleeps(hook: str, needs: Set[MemoryK
         host, backend = ready()
         host.sleep({kind})
         backend.calls.clear()
-        calls = {
-            "forward_backward": lambda host=host: host.forward_backward(BATCH, LOSS, (), False),
-            "optimizer_step": lambda host=host: host.optimizer_step(STEP, 1.0),
-            "forward": lambda host=host: host.forward(BATCH, (), ""),
-            "update_weights": lambda host=host: host.update_weights(None, 1),
-            "save": lambda host=host: host.save("somewhere", STEP, False),
-        }
+        call = verbs(host)[hook]
         if kind in needs:
             with pytest.raises(NotResident) as caught:
-                calls[hook]()
+                call()
             assert caught.value.message == (
                 f"{hook} on actor rank 1 needs memory that is asleep: {kind}; call wake_up for it first"
             )
             assert backend.calls == []
             assert host.state is State.READY
         else:
-            calls[hook]()
+            call()
             assert len(backend.calls) == 1
 
 
@@ -545,17 +538,11 @@ def test_settings_of_a_step_are_refused_unless_declared() -> None:
 def test_a_frozen_role_only_computes_forward() -> None:
     host, fake = lacking()
     host.init(config=evolve(CONFIG, frozen=True), context=CONTEXT)
-    verbs = {
-        "forward_backward": lambda: host.forward_backward(batch=BATCH, loss=LOSS, outputs=(), last=True),
-        "optimizer_step": lambda: host.optimizer_step(step=STEP, scale=1.0),
-        "save": lambda: host.save(path="p", step=STEP, background=False),
-        "update_weights": lambda: host.update_weights(sender=None, version=1),
-    }
-    for verb, call in verbs.items():
+    for verb in ("forward_backward", "optimizer_step", "save", "update_weights"):
         with pytest.raises(
             WrongState, match=f"^{verb} on actor rank 1 was refused: the role is frozen, and only passes"
         ):
-            call()
+            verbs(host)[verb]()
     host.forward(batch=BATCH, outputs=(), snapshot="")
     assert ([hook for hook, *_ in fake.calls], host.state) == (["init", "forward"], State.READY)
 
@@ -568,12 +555,8 @@ def test_verbs_without_their_capability_are_refused() -> None:
         with host.entering("snapshot"):
             raise AssertionError("it was entered")
 
-    for call in (
-        lambda: host.sleep(EVERY),
-        lambda: host.wake_up(EVERY),
-        lambda: host.save(path="p", step=STEP, background=True),
-        snapshot,
-    ):
+    in_the_background = lambda: host.save(path="p", step=STEP, background=True)  # noqa: E731
+    for call in (verbs(host)["sleep"], verbs(host)["wake_up"], in_the_background, snapshot):
         with pytest.raises(Unsupported, match="which the backend 'fake' does not support yet: no "):
             call()
     host.save(path="p", step=STEP, background=False)

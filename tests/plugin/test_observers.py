@@ -65,9 +65,7 @@ def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
         load_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x", Process.WORKER)
 
 
-def test_an_observer_that_raises_is_disabled(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_observer_that_raises_is_disabled(capsys: pytest.CaptureFixture[str]) -> None:
     log: list[str] = []
     observers = Observers(
         [("a", Hears("a", log)), ("b", Hears("b", log, OSError("disk full"))), ("c", Hears("c", log))]
@@ -135,11 +133,8 @@ def test_hooks_of_another_process_are_refused() -> None:
         def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
-    class Hears:
-        def observe(self, event: object) -> None: ...
-
     with pytest.raises(ContractError, match="^extension:a implements observe, but it is called on the driver only; "):
-        PluginHost(Fake(), name="mine", extensions=[("a", Hears())], context=CONTEXT)
+        PluginHost(Fake(), name="mine", extensions=[("a", Hears("a", []))], context=CONTEXT)
     with pytest.raises(ContractError) as caught:
         Observers([("t", Wraps())])
     assert caught.value.message == (

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import SampleBatch
+from tests.marked import marked
 from tests.pictured import PICTURES
 
 
 def scored(step: int = 0) -> ScoredRollout:
     """Two prompts of a token each with two samples of 1, 2, 3 and 1 tokens."""
-    offsets = np.array([0, 2, 5, 9, 11])
-    mask = ~np.isin(np.arange(11), offsets[:-1])
-    batch = SampleBatch(
-        tokens=np.arange(11) + step,
-        offsets=offsets,
-        columns={"loss_mask": mask, "rollout_logprobs": np.where(mask, -0.5, 0.0).astype(np.float32)},
-        row_columns={
-            "group": np.array([0, 0, 1, 1]),
-            "sample": np.array([0, 1, 0, 1]),
-            "truncated": np.zeros(4, np.bool_),
-        },
-        temperature=0.7,
+    rows = {"group": [0, 0, 1, 1], "sample": [0, 1, 0, 1], "truncated": [False] * 4}
+    batch = marked(".x", ".xx", ".xxx", ".x", of_rows=rows)
+    batch = evolve(batch, tokens=batch.tokens + step, temperature=0.7).with_columns(
+        rollout_logprobs=np.where(batch.columns["loss_mask"], np.float32(-0.5), np.float32(0.0))
     )
     prompts = (Prompt(index=7, text="a>", answer="x", fields={"id": 3}), Prompt(index=2, text="b>", answer=""))
     return ScoredRollout(
@@ -44,7 +38,7 @@ def with_pictures(step: ScoredRollout) -> ScoredRollout:
     column = np.zeros(len(batch.tokens), np.int32)
     column[batch.offsets[:2]] = 1
     prompts = (
-        evolve(step.rollout.prompts[0], pictures=(first, second), fields={"image": b"abc"}),
+        evolve(step.rollout.prompts[0], pictures=(first, second), fields={"image": b"abc", "where": Path("a/b")}),
         step.rollout.prompts[1],
     )
     batch = evolve(batch.with_columns(picture=column), pictures=(first,))

@@ -26,7 +26,7 @@ from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
 from plugins.agents.tests.samplers import episode_sampler
-from tests.engines.services import serve
+from tests.engines.services import request_of, serve
 from tests.rollout import sampling
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines, logprobs, row_of
@@ -216,9 +216,7 @@ def test_groups_without_spread_are_replaced_as_often_as_allowed(engines: Engines
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
 
 
-def test_groups_may_become_stale_while_they_are_scored(
-    use: Use[Engines],
-) -> None:
+def test_groups_may_become_stale_while_they_are_scored(use: Use[Engines]) -> None:
     engines, scoring, go = use(OneBatchAtFirst()), threading.Event(), threading.Event()
 
     class Late:
@@ -347,14 +345,9 @@ def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:
         begun = source.position["begun"]
         if scored.step == 1:  # an evaluation, which finds out, and waits for those in their place
             engines.die()
-            request = GenerateRequest(
-                tokens=np.array([1]), offsets=np.array([0, 1]), noise_keys=np.array([5]), params=PARAMS
-            )
-            answer = serve(
-                engines.fleet,
-                engines.fleet.generate(request, urgent=True),
-                lambda: engines.update(source, engines.version),
-            )
+            request = evolve(request_of([[1]], first_key=5), params=PARAMS)
+            urgent = engines.fleet.generate(request, urgent=True)
+            answer = serve(engines.fleet, urgent, lambda: engines.update(source, engines.version))
             assert answer.tokens.tolist() == row_of(5, 0, 6)
         if scored.step == 3:  # nobody knows before the update
             engines.die()

@@ -15,12 +15,7 @@ from corerl.rollout.rewards import Reward
 from corerl.rollout.sampled import DynamicSampling
 from corerl.rollout.scoring import Scorer
 from tests.rollout.engines import Engines, at_once
-from tests.rollout.sampling import (
-    KINDS,
-    ByIndex,
-    source,
-    stream,
-)
+from tests.rollout.sampling import KINDS, ByIndex, source, stream
 
 
 def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:

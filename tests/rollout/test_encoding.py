@@ -261,7 +261,7 @@ def pictured(text: str, *references: str) -> tuple[Prompt, TinyReader]:
     return Prompt(index=0, text=text, answer="", messages=messages, pictures=pictures), reader
 
 
-def test_a_text_that_spells_the_placeholder_is_refused_where_marks_are_others() -> None:
+def test_a_text_that_spells_the_placeholder_is_refused() -> None:
     reader = TinyReader(TinyOptions(), None, PICTURED)
     reader.mark = 9
     with pytest.raises(files.Refused, match="a text that spells the token where a picture's"):

@@ -19,6 +19,7 @@ from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, pass_and_ma
 from corerl.rollout.rewards import Reward, find_reward
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler
 from corerl.types import ROLE
+from tests.engines.services import generation_of
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
 from tests.rollout.samplers import prompt_sampler
@@ -37,13 +38,7 @@ class Draws:
 
     async def __call__(self, request: GenerateRequest, *, urgent: bool = False, **_: Any) -> Generation:
         self.asked.append((request, urgent))
-        return Generation(
-            tokens=np.array([5, 6, 2, 13, 2, 9, 2]),
-            offsets=np.array([0, 3, 5, 7]),
-            logprobs=np.zeros(7, dtype=np.float32),
-            versions=np.ones(7, dtype=np.int64),
-            truncated=np.array([False, False, True]),
-        )
+        return generation_of([[5, 6, 2], [13, 2], [9, 2]], truncated=[False, False, True])
 
 
 def evaluated(
@@ -114,14 +109,7 @@ class ByNoise:
 
     async def __call__(self, request: GenerateRequest, **_: Any) -> Generation:
         self.asked.append(request)
-        rows = len(request)
-        return Generation(
-            tokens=4 + request.noise_keys % 4,
-            offsets=np.arange(rows + 1),
-            logprobs=np.zeros(rows, np.float32),
-            versions=np.ones(rows, np.int64),
-            truncated=np.zeros(rows, np.bool_),
-        )
+        return generation_of((4 + request.noise_keys[:, None] % 4).tolist())
 
 
 def test_named_sets_and_mixed_sources_have_own_metrics() -> None:

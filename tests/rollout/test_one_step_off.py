@@ -19,15 +19,7 @@ from corerl.rollout.source import Policies
 from tests.engines.services import serve
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines
-from tests.rollout.sampling import (
-    PROMPTS,
-    SAMPLES,
-    indices,
-    source,
-    stream,
-    upcoming,
-    versions,
-)
+from tests.rollout.sampling import PROMPTS, SAMPLES, indices, source, stream, upcoming, versions
 
 
 def texts(steps: Sequence[ScoredRollout]) -> list[list[str]]:

@@ -21,16 +21,7 @@ from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Arrived
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines
-from tests.rollout.sampling import (
-    KINDS,
-    PROMPTS,
-    REWARD,
-    SAMPLES,
-    assert_same,
-    indices,
-    source,
-    stream,
-)
+from tests.rollout.sampling import KINDS, PROMPTS, REWARD, SAMPLES, assert_same, indices, source, stream
 
 
 def in_caller(engines: Engines, reward: Reward = REWARD) -> AsyncScorer:

@@ -1,5 +1,6 @@
 """Real processes, which import `tests.rollout.user_rewards` by name."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from corerl.config.schema import RewardConfig, RewardFunction
@@ -21,21 +21,16 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward, reward_of
-from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import RewardScorer, Scores
-from corerl.types import OnProgress, SampleBatch
+from corerl.types import OnProgress
+from tests.ended import alive, gone
 from tests.machine import paced
+from tests.rollout import rewarding
 
 ACT = "tests.rollout.user_rewards:act"
 
 
-def rollout(texts: list[str]) -> Rollout:
-    batch = SampleBatch(
-        tokens=np.zeros(len(texts), dtype=np.int64),
-        offsets=np.arange(len(texts) + 1),
-        row_columns={"group": np.zeros(len(texts), dtype=np.int64)},
-    )
-    return Rollout(batch=batch, prompts=(Prompt(index=7, text="p", answer="a"),), texts=texts)
+rollout = functools.partial(rewarding.rollout, prompt=Prompt(index=7, text="p", answer="a"))
 
 
 @contextmanager
@@ -54,23 +49,6 @@ def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = N
     config = RewardConfig(name=name, options=options or {}, **settings)
     with scorer(reward_of(config), config) as judge:
         return judge.score(rollout(texts))
-
-
-def alive(pid: int) -> bool:
-    """Until its last thread has ended: so long what it had opened stays open."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z" or threads > 1
-
-
-def gone(pids: set[int], *, within: float = 20.0) -> bool:
-    end = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
 
 
 def test_failed_samples_get_the_failed_value() -> None:
@@ -207,9 +185,7 @@ def test_late_outcomes_are_not_taken_for_the_next_rollouts() -> None:
         assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
 
 
-def test_closing_the_pool_ends_scoring_with_an_error(
-    tmp_path: Path,
-) -> None:
+def test_closing_the_pool_ends_scoring_with_an_error(tmp_path: Path) -> None:
     options = {"directory": str(tmp_path)}
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
     told: list[BaseException] = []

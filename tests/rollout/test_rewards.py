@@ -30,20 +30,8 @@ from corerl.rollout.rewards import (
     require_part,
     reward_of,
 )
-from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import RewardScorer, samples_of
-from corerl.types import SampleBatch
-
-SORT = Prompt(index=35018, text="35018>", answer="01358")
-
-
-def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) -> Rollout:
-    batch = SampleBatch(
-        tokens=np.zeros(len(texts), dtype=np.int64),
-        offsets=np.arange(len(texts) + 1),
-        row_columns={"group": np.array(groups)},
-    )
-    return Rollout(batch=batch, prompts=prompts, texts=texts)
+from tests.rollout.rewarding import SORT, rollout
 
 
 def in_a_library(prompt: Prompt, response: str) -> float:
@@ -166,9 +154,7 @@ def parts(prompt: Prompt, response: str) -> dict[str, object]:
     [({}, [2.0, 0.5]), ({"right": 3.0, "short": -1.0}, [2.0, -0.5]), ({"right": 1, "short": 0}, [1, 0])],
 )
 def test_parts_are_weighted_in_the_reward_only(weights: dict[str, float], rewards: list[float]) -> None:
-    scores = RewardScorer(Reward(name="mine:f", function=parts, weights=weights)).score(
-        rollout(["x", "yy"], [0, 0], (SORT,))
-    )
+    scores = RewardScorer(Reward(name="mine:f", function=parts, weights=weights)).score(rollout(["x", "yy"]))
     assert scores.rewards.tolist() == rewards
     assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
 
@@ -178,7 +164,7 @@ def test_tokens_are_sent_only_to_functions_that_take_them(mine: ModuleType, othe
     mine.counting = counting  # type: ignore[attr-defined]
     reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in others)))
     assert reward.takes_tokens == (len(others) == 2)
-    both = rollout(["1", "2"], [0, 0], (SORT,))
+    both = rollout(["1", "2"])
     assert samples_of(both, tokens=False) == [(SORT, "1", ()), (SORT, "2", ())]
     for (prompt, text, tokens), wanted in zip(samples_of(both, tokens=True), "12", strict=True):
         assert (prompt, text, list(tokens)) == (SORT, wanted, [0])
@@ -201,7 +187,7 @@ def test_an_async_function_is_awaited_for_32_samples_at_once() -> None:
         return float(response)
 
     texts = [str(n) for n in range(70)]
-    scores = RewardScorer(Reward(name="mine:f", function=judge)).score(rollout(texts, [0] * 70, (SORT,)))
+    scores = RewardScorer(Reward(name="mine:f", function=judge)).score(rollout(texts))
     assert scores.rewards.tolist() == [float(n) for n in range(70)]
     assert most == 32
 
@@ -254,7 +240,7 @@ def test_several_functions_are_summed_by_weight_and_each_is_reported(mine: Modul
             ),
         ),
     )
-    scores = RewardScorer(reward_of(config)).score(rollout(["01358", "x"], [0, 0], (SORT,)))
+    scores = RewardScorer(reward_of(config)).score(rollout(["01358", "x"]))
     assert scores.rewards.tolist() == pytest.approx([2 * 1 + 0.1 * 1 + 10 * (15 + 0.5), 0 + 0.1 * 1 + 10 * (3 + 0.5)])
     assert scores.parts == {
         "exact-match": (1.0, 2),
@@ -277,15 +263,13 @@ def test_functions_that_return_none_say_nothing_of_a_sample(mine: ModuleType) ->
         RewardFunction(name="my_rewards:of_sums", weight=0.5),
         RewardFunction(name="my_rewards:of_texts", weight=10.0),
     )
-    scores = RewardScorer(reward_of(RewardConfig(functions=functions))).score(
-        rollout(["34", "5", "text"], [0, 0, 0], (SORT,))
-    )
+    scores = RewardScorer(reward_of(RewardConfig(functions=functions))).score(rollout(["34", "5", "text"]))
     assert scores.rewards.tolist() == [2.0, 1.0, 40.0]
     assert scores.parts == {"of_sums": (6.0, 2), "of_texts": (4.0, 1), "of_texts.long": (4.0, 1)}
 
     mine.of_texts = lambda prompt, response: None  # type: ignore[attr-defined]
     scores = RewardScorer(reward_of(RewardConfig(functions=functions, failed_value=-1.0))).score(
-        rollout(["34", "text"], [0, 0], (SORT,))
+        rollout(["34", "text"])
     )
     assert scores.rewards.tolist() == [2.0, -1.0] and scores.failures == {"no-number": 1}
     assert scores.first.startswith(
@@ -293,9 +277,7 @@ def test_functions_that_return_none_say_nothing_of_a_sample(mine: ModuleType) ->
     )
 
 
-def test_with_an_async_function_others_run_in_the_callers_thread(
-    mine: ModuleType,
-) -> None:
+def test_with_an_async_function_others_run_in_the_callers_thread(mine: ModuleType) -> None:
     def sync(prompt: Prompt, response: str) -> float:
         time.sleep(0.3 if response == "slow" else 0.0)
         if response == "bad":
@@ -366,20 +348,18 @@ def test_a_reward_with_a_wrong_signature_is_refused(mine: ModuleType, function: 
 
 
 def test_errors_of_several_functions_name_their_place(mine: ModuleType) -> None:
+    one = RewardFunction(name="exact-match")
+    for functions, name, said in (
+        ([one, evolve(one, name="exact-mach")], {}, r"^reward.functions\[1\].name: unknown reward 'exact-mach'; built"),
+        ([one, one], {}, "two functions are named 'exact-match'; give each a different label"),
+        ([evolve(one, label="a.b"), evolve(one, label="a")], {}, "reward.functions: 'a.b' could also be a part of 'a'"),
+        ([one], {"name": "exact-match"}, "reward.functions: cannot be combined with reward.name"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            reward_of(RewardConfig(functions=tuple(functions), **name))
     mine.odd = lambda prompt, response: "x"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"^reward.functions\[1\].name: unknown reward 'exact-mach'; built in"):
-        reward_of(RewardConfig(functions=(RewardFunction(name="exact-match"), RewardFunction(name="exact-mach"))))
-    twice = (RewardFunction(name="exact-match"), RewardFunction(name="exact-match"))
-    with pytest.raises(ConfigError, match="two functions are named 'exact-match'; give each a different label"):
-        reward_of(RewardConfig(functions=twice))
-    inside = tuple(RewardFunction(name="exact-match", label=label) for label in ("style.short", "style"))
-    with pytest.raises(ConfigError, match="reward.functions: 'style.short' could also be a part of 'style'"):
-        reward_of(RewardConfig(functions=inside))
-    with pytest.raises(ConfigError, match="reward.functions: cannot be combined with reward.name"):
-        reward_of(RewardConfig(name="exact-match", functions=twice[:1]))
-    odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcomes(
-        [(SORT, "x", ())]
-    )[0]
+    several = reward_of(RewardConfig(functions=(one, RewardFunction(name="my_rewards:odd"))))
+    (odd,) = several.outcomes([(SORT, "x", ())])
     assert isinstance(odd, Failure)
     assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
 

@@ -22,6 +22,7 @@ from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, assemble, sampling_params
 from corerl.rollout.scored import shown
 from corerl.rollout.scoring import samples_of
+from tests.engines.services import generation_of
 from tests.rollout.samplers import prompt_sampler
 from tests.tiny_pictures import TinyOptions, TinyReader
 
@@ -207,15 +208,7 @@ def test_rows_show_the_pictures_of_their_prompts() -> None:
     assert "".join(map(str, request.picture)) == 2 * "001100" + 2 * "000" + 2 * "0201100"
     assert reader.decoded == {first: 1, second: 1}
 
-    generation = Generation(
-        tokens=np.arange(4, 10),
-        offsets=np.arange(7),
-        logprobs=np.zeros(6, np.float32),
-        versions=np.zeros(6, np.int64),
-        truncated=np.zeros(6, np.bool_),
-        unfinished=np.zeros(6, np.bool_),
-    )
-    batch = assemble(request, generation)
+    batch = assemble(request, generation_of([[token] for token in range(4, 10)]))
     assert batch.pictures == request.pictures
     assert "".join(map(str, batch.columns["picture"])) == 2 * "0011000" + 2 * "0000" + 2 * "02011000"
     assert {repr(each) for each in batch.take_rows(np.array([4])).pictures} == {repr(each) for each in found.values()}
@@ -227,15 +220,7 @@ def step_of(prompts: list[Prompt], reader: TinyReader | None) -> tuple[Rollout, 
     Python and numpy held meanwhile."""
 
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        count = 8 * len(request)
-        return Generation(
-            tokens=np.full(count, 12),
-            offsets=np.arange(0, count + 1, 8),
-            logprobs=np.zeros(count, np.float32),
-            versions=np.zeros(count, np.int64),
-            truncated=np.zeros(len(request), np.bool_),
-            unfinished=np.zeros(len(request), np.bool_),
-        )
+        return generation_of([[12] * 8] * len(request))
 
     tokenizer = load_tokenizer(tokenizer="characters:0*|!123456789>", path="")
     sampler = prompt_sampler(tokenizer=tokenizer, pictures=reader, generate=generate, seed=0)

@@ -37,10 +37,7 @@ def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
     [
         (lambda batch: 1 / 0, r"raised ZeroDivisionError: division by zero at step 0$"),
         (lambda batch: None, r"returned nothing, wanted a corerl.rollout.ScoredRollout; return the batch"),
-        (
-            lambda batch: batch.rewards,
-            r"returned ndarray, wanted a corerl.rollout.ScoredRollout; return the batch",
-        ),
+        (lambda batch: batch.rewards, r"returned ndarray, wanted a corerl.rollout.ScoredRollout; return the batch"),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
         (other_rewards_of_a_row, r"in which rows of an episode have different rewards; give each its episode's \("),
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite numbers$"),

@@ -5,14 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from corerl.data.prompts import Prompt
 from corerl.errors import RewardError
 from corerl.event_loop import in_thread
 from corerl.rollout.rewards import Failure, Judged, Reward
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scores
-from corerl.types import SampleBatch
-from tests.rollout.test_rewards import SORT, rollout
+from tests.rollout.rewarding import rollout
 
 # ---- in turn -----------------------------------------------------------------------------------------
 
@@ -37,7 +35,7 @@ class Counts:
 
 
 def of(text: str) -> Rollout:
-    return rollout([text], [0], (SORT,))
+    return rollout([text])
 
 
 async def aside(call: Callable[[], Scores]) -> Scores:
@@ -88,15 +86,8 @@ def test_cancelled_scoring_still_keeps_its_turn() -> None:
 LATE = Failure(kind="timeout", message="it was late")
 
 
-def brought(outcomes: Sequence[Any], **rows: list[int]) -> Rollout:
-    count = len(outcomes)
-    batch = SampleBatch(
-        tokens=np.zeros(count, np.int64),
-        offsets=np.arange(count + 1),
-        row_columns={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
-    )
-    texts = ["x" * (1 + row) for row in range(count)]
-    return Rollout(batch=batch, prompts=(Prompt(index=3, text="?", answer=""),), texts=texts, outcomes=list(outcomes))
+def brought(outcomes: Sequence[Any], **rows: list[Any]) -> Rollout:
+    return rollout(["x" * (1 + row) for row in range(len(outcomes))], outcomes=outcomes, **rows)
 
 
 def by_length(failed: float = -1.0) -> RewardScorer:

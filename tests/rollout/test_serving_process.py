@@ -19,7 +19,7 @@ def _never_ends(connection: Connection) -> None:
     connection.recv()
 
 
-def test_the_exit_status_is_that_of_the_process_although_another_thread_has_taken_it() -> None:
+def test_an_exit_status_that_another_thread_took_is_known() -> None:
     served = ServingProcess(_never_ends)
     pid = served.connection.recv()
     assert served.wait(0.0) is None

@@ -5,19 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from corerl.types import ForwardResult, Output, SampleBatch
+from tests.marked import marked
 
 LOGPROBS = (Output.LOGPROBS,)
 
 
 def batch_of(*lengths: int) -> SampleBatch:
     """Tokens 0, 1, 2, ... all of which the policy chose."""
-    total = sum(lengths)
-    return SampleBatch(
-        tokens=np.arange(total),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        columns={"loss_mask": np.ones(total, dtype=np.bool_)},
-        row_columns={"group": np.arange(len(lengths))},
-    )
+    return marked(*("x" * length for length in lengths), of_rows={"group": range(len(lengths))})
 
 
 def result_of(batch: SampleBatch, *samples: int) -> ForwardResult:

@@ -20,14 +20,7 @@ from corerl.cluster.heartbeat import Member, Pending, Watching
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.packing import StepPlan, pack, plan_steps
-from corerl.errors import (
-    ConfigError,
-    ContractError,
-    CorerlError,
-    HookFailed,
-    SaveFailed,
-    WorkerDied,
-)
+from corerl.errors import ConfigError, ContractError, CorerlError, HookFailed, SaveFailed, WorkerDied
 from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin import FULL, Capability

@@ -61,8 +61,7 @@ def test_experts_of_all_layers_are_scattered_as_integers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
-    [({"dtype": np.int32}, "int32 [3, 2] per token"), ({"layers": 2}, "int16 [2, 2] per token")],
+    ("other", "said"), [({"dtype": np.int32}, "int32 [3, 2] per token"), ({"layers": 2}, "int16 [2, 2] per token")]
 )
 def test_disagreement_on_an_outputs_shape_is_an_error(other: dict[str, Any], said: str) -> None:
     batch = batch_of(3, 1)

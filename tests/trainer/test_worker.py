@@ -382,7 +382,7 @@ def test_a_missing_plugin_must_be_installed_on_every_node(
         Worker(evolve(assignment, **change))
 
 
-def test_what_differs_from_the_driver_is_refused_before_a_backend_is_made(assignment: Assignment) -> None:
+def test_what_differs_from_the_driver_makes_no_backend(assignment: Assignment) -> None:
     core, backend, *rest = assignment.origins
     with pytest.raises(PluginIncompatible, match=r"^backend 'plain' .*, but the driver's is corerl-testing 0\.0\.9; "):
         Worker(evolve(assignment, origins=(core, evolve(backend, version="0.0.9"), *rest)))
