@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
-import platform
 import signal
 import socket
 import threading
@@ -14,16 +12,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import openai
 import pytest
 
 from corerl.rollout import EventLoop, in_thread
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
+from plugins.agents.tests.clients import connected, of_openai, post, sent
 from tests.machine import paced
 
-platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
 USER: Any = {"role": "user", "content": "hello"}
 TOOLS: Any = [{"type": "function", "function": {"name": "add"}}]
 CALLS = [
@@ -74,32 +71,9 @@ def test_a_server_listens_at_its_address_alone(loop: EventLoop, address: str, ho
     server.close()
 
 
-def connected(url: str) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=paced(20))
-
-
-def sent(connection: http.client.HTTPConnection, url: str, body: Any, method: str = "POST") -> tuple[int, str, str]:
-    """Status, media type and content of the answer."""
-    connection.request(method, urlsplit(url).path, None if body is None else json.dumps(body))
-    answer = connection.getresponse()
-    return answer.status, answer.headers["Content-Type"], answer.read().decode()
-
-
-def post(url: str, body: Any, method: str = "POST") -> tuple[int, Any]:
-    """Status of the answer, and what its JSON says."""
-    connection = connected(url)
-    status, _, content = sent(connection, url, body, method)
-    connection.close()
-    return status, json.loads(content)
-
-
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
-
-
 def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     desk = Desk()
-    with client(front.open(desk)) as ours:
+    with of_openai(front.open(desk)) as ours:
         answer = ours.chat.completions.create(
             model="any",
             messages=[USER],
@@ -129,7 +103,7 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
 
 
 def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
-    with client(front.open(Desk())) as ours:
+    with of_openai(front.open(Desk())) as ours:
         text, usage = ours.chat.completions.create(
             model="policy", messages=[USER], stream=True, stream_options={"include_usage": True}
         )

@@ -11,8 +11,8 @@ from corerl.rollout import Failure, Judged
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.episodes import Episode
 from corerl_agents.posted import NoReward, read_reward
+from plugins.agents.tests.clients import post
 from plugins.agents.tests.oracle import PROMPTS, Play
-from plugins.agents.tests.test_chat_server import post
 
 
 def asked(episode: Episode) -> None:

@@ -16,8 +16,8 @@ from corerl.types import TURN_REWARDS
 from corerl_agents.commands import command_of
 from corerl_agents.episodes import Episode
 from plugins.agents.tests import worker_functions
+from plugins.agents.tests.clients import post
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
-from plugins.agents.tests.test_chat_server import post
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.rollout.samplers import prompt_sampler

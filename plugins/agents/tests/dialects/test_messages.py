@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from typing import Any
 
 import pytest
@@ -14,19 +13,14 @@ from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.dialects.messages import read_request
 from corerl_agents.refused import Refused
-from tests.machine import paced
+from plugins.agents.tests.clients import of_anthropic
 
 anthropic = pytest.importorskip("anthropic", reason="wants anthropic")
-platform.platform()  # the client asks for it; the first answer comes from a process, which tests must not start
 PROMPT = Prompt(index=0, text="What is 2 + 3?", answer="5")
 USER: Any = {"role": "user", "content": "What is 2 + 3?"}
 ADD: Any = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "ü"}}</tool_call>'
 THOUGHT = f"<think>I add.</think>I call.\n{CALL}"
-
-
-def client(url: str) -> Any:
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
 
 
 def read(**fields: Any) -> ChatRequest:
@@ -37,7 +31,7 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
     separate = EpisodesConfig(reasoning="separate")
     with (
         scripted(PROMPT, [THOUGHT, "It is 5"], options=separate) as script,
-        client(script.episode.anthropic_url) as ours,
+        of_anthropic(script.episode.anthropic_url) as ours,
     ):
         messages: list[Any] = [USER]
         asked: dict[str, Any] = {"model": "any", "max_tokens": 4096, "system": "You add.", "tools": [ADD]}
@@ -67,7 +61,7 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_says_which_text_has_ended_it(stream: bool) -> None:
-    with scripted(PROMPT, ["I add. ### It"] * 3) as script, client(script.episode.anthropic_url) as ours:
+    with scripted(PROMPT, ["I add. ### It"] * 3) as script, of_anthropic(script.episode.anthropic_url) as ours:
         ended = []
         for texts in (["!", "###", "add. ##"], ["###"], ["It is"]):
             asked: dict[str, Any] = {"model": "any", "max_tokens": 99, "messages": [USER], "stop_sequences": texts}
@@ -85,14 +79,14 @@ def test_an_answer_says_which_text_has_ended_it(stream: bool) -> None:
 
 
 def test_an_answer_that_is_cut_has_used_up_its_tokens() -> None:
-    with scripted(PROMPT, ["It is 5"]) as script, client(script.episode.anthropic_url) as ours:
+    with scripted(PROMPT, ["It is 5"]) as script, of_anthropic(script.episode.anthropic_url) as ours:
         cut = ours.messages.create(model="any", max_tokens=3, messages=[USER])
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
     assert [block.to_dict() for block in cut.content] == [{"type": "text", "text": "It "}]
 
 
 def test_errors_have_anthropics_shape() -> None:
-    with scripted(PROMPT, []) as script, client(script.episode.anthropic_url) as ours:
+    with scripted(PROMPT, []) as script, of_anthropic(script.episode.anthropic_url) as ours:
         with pytest.raises(anthropic.BadRequestError) as refused:
             ours.messages.create(model="any", max_tokens=3, messages=[USER], tool_choice={"type": "any"}, tools=[ADD])
         assert isinstance(refused.value.body, dict) and refused.value.body["error"]["type"] == "invalid_request_error"
