@@ -13,9 +13,8 @@ from openai import AsyncOpenAI
 from corerl.models import load_tokenizer
 from corerl_agents import Episode
 from corerl_agents.script import byte_tokenizer
-from plugins.agents.tests.scripted_engine import NAME
+from plugins.agents.tests.scripted_engine import NAME, run
 from tests.end_to_end.command import metrics
-from tests.in_process import execute_here, small
 
 agents = pytest.importorskip("agents", reason="wants openai-agents")
 pytestmark = pytest.mark.processes  # OpenAI's client asks the system for its name
@@ -119,37 +118,9 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
     PARTS.clear()
     ours = byte_tokenizer()
     ours.chat_template = TEMPLATE
-    ours.save_pretrained(tmp_path / "tokenizer")
-    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 2), (2, 2))]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
-    summary = execute_here(
-        small(
-            tmp_path,
-            f"model.tokenizer={tmp_path}/tokenizer",
-            "model.config.vocab_size=257",
-            "model.config.max_position_embeddings=2048",
-            "model.config.bos_token_id=256",
-            "model.config.eos_token_id=256",
-            f"data.source={tmp_path}/prompts.jsonl",
-            "data.chat=true",
-            "data.held_out=0",
-            f"rollout.engine={NAME}",
-            "rollout.sampler=episodes",
-            f"samplers.episodes.function={__name__}:{agent}",
-            f"samplers.episodes.reasoning={reasoning}",
-            "samplers.episodes.stream_tokens=8",
-            "rollout.max_tokens=512",
-            "rollout.prompts=2",
-            "rollout.samples=4",
-            "rollout.save=true",
-            "train.optimizer.lr=1e-3",
-            "train.schedule.warmup_steps=0",
-            "train.schedule.decay=constant",
-            "run.steps=1",
-            "checkpoint.every=0",
-            "checkpoint.export=false",
-        )
-    )
+    lengths = ["model.config.max_position_embeddings=2048", "rollout.max_tokens=512", "run.steps=1"]
+    how = [f"samplers.episodes.reasoning={reasoning}", "samplers.episodes.stream_tokens=8", f"rollout.engine={NAME}"]
+    summary = run(tmp_path, ours, f"{__name__}:{agent}", *lengths, *how)
     assert summary.steps_done == 1 and len(PLAYED) == 8
     assert len(PARTS) == (8 if agent == "streamed" else 0) and all(parts > 4 for parts in PARTS)
     for question, calls, answer in PLAYED:

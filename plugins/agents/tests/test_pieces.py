@@ -45,13 +45,8 @@ def test_what_is_known_of_an_answer_begins_it(name: str, opened: str, separate: 
     tokenizer = byte_tokenizer()
     if opened:
         tokenizer.chat_template = f"{tokenizer.chat_template}{{% if add_generation_prompt %}}{opened}{{% endif %}}"
-    texts = [
-        "I add < 2 [and] {3}.",
-        "  <think>I think: ü.\n</think>\n\nIt is ü. ",
-        "<thi",
-        "Hm.</think> <tool",
-        *CALLS.values(),
-    ]
+    thought = "  <think>I think: ü.\n</think>\n\nIt is ü. "
+    texts = ["I add < 2 [and] {3}.", thought, "<thi", "Hm.</think> <tool", *CALLS.values()]
     texts += [f"I think.</think>\n{CALLS[name]}"] if name in CALLS else []
     renderer = Renderer(tokenizer, format_of(name, None), separate_reasoning=separate)
     asked = renderer.ask(Conversation(), [{"role": "user", "content": "2 + 3?"}], TOOLS)

@@ -55,9 +55,7 @@ def test_a_reward_behind_the_end_is_refused(play: Play, front: ChatServer) -> No
 
     assert play(leaves, samples=1, prompts=PROMPTS[:1]).outcomes == [1.0]
     status, answer = post(f"{urls[0]}/reward", {"reward": 0.0})
-    assert status == 404 and answer["error"]["message"].endswith(
-        "no running episode has this URL: a reward is posted before its episode ends"
-    )
+    assert status == 404 and "a reward is posted before its episode ends" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

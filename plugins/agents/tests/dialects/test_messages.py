@@ -28,11 +28,8 @@ def read(**fields: Any) -> ChatRequest:
 
 
 def test_a_conversation_with_a_tool_is_one_row() -> None:
-    separate = EpisodesConfig(reasoning="separate")
-    with (
-        scripted(PROMPT, [THOUGHT, "It is 5"], options=separate) as script,
-        of_anthropic(script.episode.anthropic_url) as ours,
-    ):
+    separate, answers = EpisodesConfig(reasoning="separate"), [THOUGHT, "It is 5"]
+    with scripted(PROMPT, answers, options=separate) as script, of_anthropic(script.episode.anthropic_url) as ours:
         messages: list[Any] = [USER]
         asked: dict[str, Any] = {"model": "any", "max_tokens": 4096, "system": "You add.", "tools": [ADD]}
         shown = {name: asked[name] for name in ("model", "system", "tools")}
@@ -52,9 +49,8 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
         assert [block.to_dict() for block in second.content] == [{"type": "text", "text": "It is 5"}]
         assert second.stop_reason == "end_turn"
         ((before, said, between, last),) = script.rows
-    assert before[0].startswith("tools: ") and before[0].endswith(
-        "system: You add.<|end|>\nuser: What is 2 + 3?<|end|>\nassistant: "
-    )
+    shown = "system: You add.<|end|>\nuser: What is 2 + 3?<|end|>\nassistant: "
+    assert before[0].startswith("tools: ") and before[0].endswith(shown)
     assert (said, last) == ((f"{THOUGHT}<|end|>", True), ("It is 5<|end|>", True))
     assert between == ("\ntool: 5<|end|>\nassistant: ", False)
 
@@ -70,12 +66,9 @@ def test_an_answer_says_which_text_has_ended_it(stream: bool) -> None:
                     ended.append(events.get_final_message())
             else:
                 ended.append(ours.messages.create(**asked))
-    assert [(each.stop_reason, each.stop_sequence) for each in ended] == [
-        ("stop_sequence", "add. ##"),
-        ("stop_sequence", "###"),
-        ("end_turn", None),
+    assert [(each.stop_reason, each.stop_sequence, each.content[0].text) for each in ended] == [
+        *(("stop_sequence", "add. ##", "I "), ("stop_sequence", "###", "I add. "), ("end_turn", None, "I add. ### It"))
     ]
-    assert [each.content[0].text for each in ended] == ["I ", "I add. ", "I add. ### It"]
 
 
 def test_an_answer_that_is_cut_has_used_up_its_tokens() -> None:
@@ -89,10 +82,9 @@ def test_errors_have_anthropics_shape() -> None:
     with scripted(PROMPT, []) as script, of_anthropic(script.episode.anthropic_url) as ours:
         with pytest.raises(anthropic.BadRequestError) as refused:
             ours.messages.create(model="any", max_tokens=3, messages=[USER], tool_choice={"type": "any"}, tools=[ADD])
-        assert isinstance(refused.value.body, dict) and refused.value.body["error"]["type"] == "invalid_request_error"
-        assert refused.value.body["error"]["message"].startswith(
-            "tool_choice: got {'type': 'any'}, wanted an object of "
-        )
+        error = refused.value.body["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith("tool_choice: got {'type': 'any'}, wanted an object of ")
         with pytest.raises(anthropic.NotFoundError):
             ours.post("/v1/nothing", cast_to=object)
 

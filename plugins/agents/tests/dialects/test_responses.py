@@ -57,13 +57,10 @@ def test_an_answer_that_is_cut_is_incomplete() -> None:
 
 
 def test_items_are_read_as_messages_of_a_conversation() -> None:
+    shown = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,"}]
     items = [
         {"role": "developer", "content": "Be brief."},
-        {
-            "type": "message",
-            "role": "user",
-            "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,"}],
-        },
+        {"type": "message", "role": "user", "content": shown},
         {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "I think."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I call."}]},
         {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},

@@ -24,14 +24,8 @@ TEXTS = [("I th", ""), ("I think", ""), ("I think.", "It"), ("I think.", "It is"
 async def in_pieces(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
     for tokens, (reasoning, text) in enumerate(TEXTS):
         on_piece(Piece(text=text, reasoning=reasoning, prompt_tokens=5, tokens=tokens))
-    return ChatAnswer(
-        text="It is 5.",
-        reasoning="I think.",
-        tool_calls=[CALL],
-        finish_reason="tool_calls",
-        prompt_token_ids=np.arange(5),
-        token_ids=np.arange(4),
-    )
+    ids = {"prompt_token_ids": np.arange(5), "token_ids": np.arange(4)}
+    return ChatAnswer(text="It is 5.", reasoning="I think.", tool_calls=[CALL], finish_reason="tool_calls", **ids)
 
 
 async def breaks(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from corerl.engines import GenerateRequest, Generation
 from corerl_agents.episodes import Episode
 from plugins.agents.tests.clients import post
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Play, with_experts
 
 LONG = evolve(PARAMS, max_tokens=40)
 
@@ -18,14 +17,6 @@ LONG = evolve(PARAMS, max_tokens=40)
 def ask(episode: Episode, **body: Any) -> dict[str, Any]:
     found: dict[str, Any] = post(f"{episode.base_url}/tokens", body)[1]
     return found
-
-
-def with_experts(request: GenerateRequest) -> Generation:
-    """The expert of a token is its place in the row; its own last one is unknown."""
-    drawn = Oracle()(request)
-    lengths = np.diff(request.offsets) + np.diff(drawn.offsets)
-    experts = np.concatenate([[*range(length - 1), -1] for length in lengths]).astype(np.int16)
-    return evolve(drawn, routed_experts=experts.reshape(-1, 1, 1))
 
 
 def test_a_row_has_the_tokens_that_were_sent_and_sampled(play: Play) -> None:
