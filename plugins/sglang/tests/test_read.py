@@ -27,11 +27,8 @@ READER = Reader(engine="engine-0", experts=Experts(layers=2, choosing=[1], chose
 
 def answer(tokens: list[int], reason: str, *, expert: int | None = 1, version: int = 3, read: int = 3) -> bytes:
     """Of a server that has drawn this for one row, `read` tokens of which stood there before."""
-    told: dict[str, Any] = {
-        "finish_reason": {"type": reason},
-        "weight_version": str(version),
-        "output_token_logprobs": [[-1.0, token, None] for token in tokens],
-    }
+    told: dict[str, Any] = {"finish_reason": {"type": reason}, "weight_version": str(version)}
+    told["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
     if expert is not None:
         known = np.full((read + len(tokens) - 1, 2, 2), expert, np.int32)
         told["routed_experts"] = base64.b64encode(known.tobytes()).decode()
@@ -127,10 +124,9 @@ def test_samples_are_put_together_of_their_parts() -> None:
 
 def test_a_row_aborted_in_the_queue_is_told_apart() -> None:
     """Its adapters are never unloaded: SGLang counts it as running for good."""
-    (queued,) = READER.samples(
-        answer([4], "abort").replace(b'"abort"', b'"abort", "message": "Abort in waiting queue"')
-    )
-    (running,) = READER.samples(answer([4], "abort"))
+    cut = answer([4], "abort")
+    (queued,) = READER.samples(cut.replace(b'"abort"', b'"abort", "message": "Abort in waiting queue"'))
+    (running,) = READER.samples(cut)
     assert waited(queued) and not waited(running)
 
 
