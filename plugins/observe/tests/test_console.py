@@ -23,12 +23,11 @@ class Tty(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stream", "term", "lines"), [(Tty(), "xterm", 0), (Tty(), "dumb", 1), (io.StringIO(), "xterm", 1)]
-)
+@pytest.mark.parametrize(("kind", "term", "lines"), [(Tty, "xterm", 0), (Tty, "dumb", 1), (io.StringIO, "xterm", 1)])
 def test_an_able_terminal_gets_the_live_display_in_place_of_lines(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, term: str, lines: int
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO], term: str, lines: int
 ) -> None:
+    stream = kind()
     monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(sys, "stdout", stream)
     shows = Console(options=ConsoleOptions(), run_dir="runs/small")
@@ -190,25 +189,18 @@ def finished(*events: Event) -> list[str]:
     return printed[printed.index("interrupted after 1 of 4 steps, 0:05") + 2 :]
 
 
-def test_answers_of_weights_that_the_run_has_trained_since_are_told_with_their_step() -> None:
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)))
+def test_a_run_that_ended_after_its_first_step_says_so() -> None:
+    """And of which step's weights its answers are."""
+    first, second = (StepFinished(step=step, metrics=metrics(step)) for step in range(2))
+    told = finished(evaluated(0), first)
+    assert told[:3] == [f"{'first step':>32}", f"{'reward':27}0.100", f"{'held-out reward':27}0.000"]
     assert told[-2:] == [
         "prompt              expected          at step 0   reward",
         "35018>              01358                     9    0.000",
     ]
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)), evaluated(1))
-    assert told[-2] == "prompt              expected             answer   reward"
-
-
-def test_a_run_that_ended_after_its_first_step_says_so() -> None:
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)))
-    assert told[:3] == [
-        "                      first step",
-        "reward                     0.100",
-        "held-out reward            0.000",
-    ]
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)), StepFinished(step=1, metrics=metrics(1)))
-    assert told[2] == "held-out reward            0.000         -"  # heard once
+    assert finished(evaluated(0), first, second)[2] == f"{'held-out reward':27}0.000         -"  # heard once
+    answers = finished(evaluated(0), first, evaluated(1))
+    assert answers[-2] == "prompt              expected             answer   reward"
 
 
 def test_what_ranks_and_engines_waited_for_is_told_in_percent_of_all_steps() -> None:

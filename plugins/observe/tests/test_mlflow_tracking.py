@@ -55,9 +55,8 @@ def test_numbers_config_answers_and_the_end_are_read_back(tmp_path: Path, store:
     assert history(store, run, "eval/exact_match") == [(0, 0.0), (2, 0.25), (4, 0.5)]
     client = MlflowClient(tracking_uri=store)
     samples = [each.path for each in client.list_artifacts(run.info.run_id, "samples")]
-    assert samples == [f"samples/held-out-0000000{step}.md" for step in (0, 2, 4)] + [
-        f"samples/rollout-0000000{step}.md" for step in (0, 2)
-    ]
+    names = [*(f"held-out-{step:08}" for step in (0, 2, 4)), *(f"rollout-{step:08}" for step in (0, 2))]
+    assert samples == [f"samples/{name}.md" for name in names]
     text = Path(client.download_artifacts(run.info.run_id, samples[-1], str(tmp_path))).read_text()
     assert "| `35018>` | `01358` | `01358` | 1.000 |" in text
 

@@ -44,9 +44,8 @@ def test_marks_leave_the_prompt_whose_pictures_are_shown() -> None:
 
 
 def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 7.0}\n{"st'
-    )
+    torn = '{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 7.0}\n{"st'
+    (tmp_path / "metrics.jsonl").write_text(torn)
     history = History.read(str(tmp_path), before=2)
     steps, values = history.series("a")
     assert steps == [0, 1]
@@ -54,22 +53,15 @@ def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) ->
     assert history.series("b") == ([], [])
 
 
-@pytest.mark.parametrize("line", ["what?", "[1]", '{"a": 1}'])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + line + "\n")
+@pytest.mark.parametrize("line", [b"what?", b"[1]", b'{"a": 1}', b'{"step": 1, "a": "\xff"}', b'{"step": Infinity}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
+    shown = repr(line.partition(b"\xff")[0].decode())[:-1]
     with pytest.raises(DataError) as caught:
         History.read(str(tmp_path), before=9)
-    assert str(caught.value) == (
-        f"{tmp_path}/metrics.jsonl:2: {line!r} is not an object with a step; fix or delete the line"
-    )
-
-
-def test_bytes_that_are_no_text_and_a_step_that_is_no_number_are_named_too(tmp_path: Path) -> None:
-    for line in (b'{"step": 1, "a": "\xff"}', b'{"step": Infinity}'):
-        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
-        with pytest.raises(DataError, match=r"metrics.jsonl:2: .*step.* is not an object with a step"):
-            History.read(str(tmp_path), before=9)
-        assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
+    assert str(caught.value).startswith(f"{tmp_path}/metrics.jsonl:2: {shown}")
+    assert str(caught.value).endswith(" is not an object with a step; fix or delete the line")
+    assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
 
 
 def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -> None:

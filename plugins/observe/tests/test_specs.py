@@ -12,9 +12,7 @@ from corerl.config import ClusterInfo
 from corerl.plugin import ExtensionSpec, Process
 from corerl_observe import specs
 
-DRIVERS = [
-    specs.TENSORBOARD, specs.CURVES, specs.TRACE, specs.WANDB, specs.MLFLOW
-]  # fmt: skip
+DRIVERS = [specs.TENSORBOARD, specs.CURVES, specs.TRACE, specs.WANDB, specs.MLFLOW]
 WORKERS = [specs.HOOKS, specs.PROFILER, specs.MEMORY, specs.NAN_GUARD]
 CLUSTER = ClusterInfo(device="cpu", ranks=2)
 

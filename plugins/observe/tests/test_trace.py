@@ -21,6 +21,10 @@ def at(seconds: float) -> float:
     return ASKED + seconds
 
 
+def us(seconds: float) -> int:
+    return round(at(seconds) * 1e6)
+
+
 def span(name: str, begin: float, end: float) -> Span:
     return Span(name=name, started=at(begin), ended=at(end))
 
@@ -69,9 +73,6 @@ def test_each_process_has_a_row_with_its_calls_and_what_it_did_in_them(
     events = json.loads((tmp_path / "trace.json").read_text())  # a whole file is plain JSON
     check(events)
 
-    def us(seconds: float) -> int:
-        return round(at(seconds) * 1e6)
-
     call = "train at optimizer step 3"
     assert sorted(slices(events)) == sorted(
         [
@@ -110,9 +111,7 @@ def test_what_ranks_and_engines_wait_for_is_drawn_below_the_driver(trace: Trace,
     events = json.loads((tmp_path / "trace.json").read_text())
     check(events)
     drawn = [each for each in slices(events) if each.process == "idle"]
-    assert drawn == [
-        Slice("idle", who, cause, round(at(began) * 1e6), round(at(ended) * 1e6)) for who, cause, began, ended in waits
-    ]
+    assert drawn == [Slice("idle", who, cause, us(began), us(ended)) for who, cause, began, ended in waits]
     sort = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
     order = sorted(sort, key=sort.__getitem__)
     assert [names(events)[pid, None] for pid in order] == ["driver", "idle", "engine-0"]
