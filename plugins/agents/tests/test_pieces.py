@@ -69,7 +69,7 @@ def test_what_is_known_of_an_answer_begins_it(name: str, opened: str, separate: 
 
 
 @pytest.mark.parametrize("calls", [1, 4])
-def test_an_answer_in_parts_has_the_tokens_of_a_whole_one(calls: int, play: Play) -> None:
+def test_an_answer_in_parts_has_a_whole_ones_tokens(calls: int, play: Play) -> None:
     def two_turns(stream: bool) -> Callable[[Episode], None]:
         def function(episode: Episode) -> None:
             with of_openai(episode.base_url) as ours:

@@ -47,7 +47,7 @@ def test_a_node_with_the_same_plugins_is_well(shared_ray: None, monkeypatch: pyt
     assert found.what.endswith(f") has what the driver has: {', '.join(map(str, HERE))}")
 
 
-def test_a_node_with_other_plugins_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_other_plugins_is_told_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     core, fsdp = HERE
     there = {"older": evolve(fsdp, version="0.0.9"), "lacking": evolve(fsdp, problem="unknown backend 'fsdp'")}
     answers = [SimpleNamespace(node=node, value=[asdict(core), asdict(each)], error="") for node, each in there.items()]

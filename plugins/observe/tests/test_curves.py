@@ -86,7 +86,7 @@ def test_a_run_that_fails_is_still_drawn(tmp_path: Path) -> None:
     assert observed(tmp_path, started(str(tmp_path)), *steps(0, 1), ends="failed").startswith(PNG)
 
 
-def test_a_resumed_run_draws_the_picture_of_one_that_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_picture(tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     straight.mkdir()
     record(broken, *steps(0, 3))
@@ -94,7 +94,7 @@ def test_a_resumed_run_draws_the_picture_of_one_that_never_stopped(tmp_path: Pat
     assert resumed == observed(straight, started(str(straight)), *steps(0, 4))
 
 
-def test_scores_of_several_weights_are_one_line_whatever_was_scored_first(tmp_path: Path) -> None:
+def test_scores_of_several_weights_are_one_line(tmp_path: Path) -> None:
     drawn = []
     for step in (4, 2):
         curves = extension(tmp_path)
@@ -105,7 +105,7 @@ def test_scores_of_several_weights_are_one_line_whatever_was_scored_first(tmp_pa
     assert drawn == ([2, 4], [0.25, 0.5])
 
 
-def test_the_moving_average_is_centred_and_leaves_out_what_is_not_finite() -> None:
+def test_the_moving_average_is_centred_over_finite_values() -> None:
     values = [float(step) for step in range(60)]  # 60 steps: three neighbors on each side
     values[30] = math.nan
     expected = [np.nanmean(values[max(0, i - 3) : i + 4]) for i in range(60)]

@@ -43,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_each_ranks_memory_is_told_call_by_call_and_the_largest_peak_is_a_metric(run_dir: Path) -> None:
+def test_memory_is_told_by_call_its_peak_a_metric(run_dir: Path) -> None:
     told = [lines(run_dir / f"memory/actor-{rank}.jsonl") for rank in range(RANKS)]
     for records in told:
         assert [each["hook"] for each in records].count("init") == 2  # of both runs
@@ -82,7 +82,7 @@ def test_every_process_is_drawn_and_every_arrow_has_both_ends(events: Events) ->
     assert len(arrows(events)) == sum(event.get("cat") == "call" for event in events)
 
 
-def test_each_optimizer_step_lies_in_a_train_phase_of_the_driver(events: Events) -> None:
+def test_each_optimizer_step_lies_in_a_train_phase(events: Events) -> None:
     phases = [each for each in slices(events) if each[:3] == ("driver", "phases", "train")]
     steps = sorted(
         (each for each in slices(events) if each[:3] == ("actor rank 0", "calls", "train")), key=lambda each: each.begin

@@ -60,7 +60,7 @@ def test_it_fits_a_terminal(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 33, 41, 51, 52])
-def test_where_there_is_no_room_for_a_plot_the_phases_stand_alone(width: int) -> None:
+def test_without_room_for_a_plot_phases_stand_alone(width: int) -> None:
     text = "\n".join(screen(middle(), width))
     assert ("\u2800" in text) == (width >= 52)  # a plot is mostly empty
     assert ("train           2.000" in text) == (width >= 32)
@@ -89,7 +89,7 @@ def test_the_display_counts_what_the_phase_counts() -> None:
         assert screen(state)[1].endswith("rollout 2.0 s 37/512 generated" if name == "rollout" else "eval 2.0 s")
 
 
-def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:
+def test_the_summary_tells_start_end_answers_and_places() -> None:
     state = middle()
     state.update(evaluated(STEPS))
     console = terminal(80)
@@ -131,7 +131,7 @@ def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
     assert text.rstrip().endswith("runs/small/export")
 
 
-def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken() -> None:
+def test_a_path_that_does_not_fit_has_a_line() -> None:
     state, console = RunState(Clock()), terminal(80)
     view = LiveView(state, console)
     long = f"/{'a directory of mine/' * 5}run"
@@ -142,7 +142,7 @@ def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken(
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_of_a_chat_that_does_not_fit_the_end_is_shown(width: int) -> None:
+def test_of_a_long_chat_the_end_is_shown(width: int) -> None:
     state = middle()
     chat = "".join(f"user: {n}+{n}?\nassistant: {2 * n}\n" for n in range(50)) + "user: \u6570\u5b66 3+4?"
     shown = [SampleShown(prompt=chat, response="7", answer="", reward=1.0)]

@@ -61,9 +61,7 @@ def test_numbers_config_answers_and_the_end_are_read_back(tmp_path: Path, store:
     assert "| `35018>` | `01358` | `01358` | 1.000 |" in text
 
 
-def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_run_in_the_directory_does_not(
-    tmp_path: Path, store: str
-) -> None:
+def test_only_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, store: str) -> None:
     run_dir = tmp_path / "run"
     track(run_dir, [started(str(run_dir)), *steps(0, 3)], store, "failed")
     (run,) = runs(store)
@@ -82,9 +80,7 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_run_in_the_directory_do
     assert len(runs(store)) == 3
 
 
-def test_names_have_the_characters_that_are_taken_and_who_hears_no_end_is_told_the_reason(
-    tmp_path: Path, store: str
-) -> None:
+def test_names_have_allowed_characters_and_runs_an_end(tmp_path: Path, store: str) -> None:
     told = StepFinished(step=0, metrics={"reward/f:x(1)": 2.0})
     track(tmp_path / "run", [started(str(tmp_path / "run")), told], store)
     (run,) = runs(store)

@@ -30,7 +30,7 @@ def written(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "nan-guard/actor-0.jsonl").read_text().splitlines()]
 
 
-def test_a_column_is_told_with_its_sample_and_token_and_the_step(tmp_path: Path) -> None:
+def test_a_column_is_told_with_sample_token_and_step(tmp_path: Path) -> None:
     run = guarded(tmp_path)
     assert train(run, batch(), step(6)).metrics["nonfinite"].value == 0.0
     # Tokens 9 to 14 are those of sample 2, which is packed behind sample 0.
@@ -63,7 +63,7 @@ def test_the_backend_is_entered_before_anything_is_raised(tmp_path: Path) -> Non
     assert entered == ["forward_backward", "optimizer_step"]
 
 
-def test_what_was_found_in_a_call_is_told_at_the_step_however_many_calls_follow(tmp_path: Path) -> None:
+def test_what_a_call_found_is_told_at_the_step(tmp_path: Path) -> None:
     run = guarded(tmp_path, action="log")
     run.forward_backward(batch(advantages={3: NAN}), LOSS, (), False)
     run.forward_backward(batch(), LOSS, (), True)
@@ -85,7 +85,7 @@ def test_what_was_found_before_the_backend_failed_is_written_down(tmp_path: Path
     assert (first["hook"], first["found"]) == (hook, "column advantages: nan at sample 0, token 3")
 
 
-def test_what_is_only_logged_is_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_only_logged_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = guarded(tmp_path, action="log")
     result = train(run, batch(old_logprobs={3: NAN}), step(0))
     assert result.metrics["nonfinite"].value == len(written(tmp_path)) >= 2
@@ -94,7 +94,7 @@ def test_what_is_only_logged_is_counted_and_the_run_goes_on(tmp_path: Path, caps
     assert train(run, batch(), step(1)).applied
 
 
-def test_a_number_of_forward_is_told_with_its_sample_and_token(tmp_path: Path) -> None:
+def test_an_output_is_told_with_sample_and_token(tmp_path: Path) -> None:
     class Spoils:
         def forward(self) -> Iterator[None]:
             result: Any = yield
@@ -133,7 +133,7 @@ def test_a_step_that_finds_the_loss_scale_is_no_finding() -> None:
     assert in_metrics({"loss": Metric(NAN, 2.0), "value": Metric(1.0, 0.0)}) == ["metric loss: nan"]
 
 
-def test_a_batch_that_can_be_gone_through_once_is_left_for_the_backend() -> None:
+def test_a_batch_of_one_use_is_left_for_the_backend() -> None:
     spoiled = batch(advantages={3: NAN})
     once = iter(spoiled.micro_batches)
     assert in_columns(evolve(spoiled, micro_batches=once)) == []

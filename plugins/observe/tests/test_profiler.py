@@ -21,7 +21,7 @@ def operations(run_dir: Path, step: int) -> list[str]:
     return [event.get("name", "") for event in events]
 
 
-def test_the_chosen_steps_leave_a_trace_of_their_operations_and_a_table(tmp_path: Path) -> None:
+def test_chosen_steps_leave_a_trace_and_a_table(tmp_path: Path) -> None:
     options = ProfilerOptions(steps="1,3", rows=5, record_shapes=True)
     profiled = host(tmp_path, profiler=Profiler(options=options, run_dir=str(tmp_path)))
     for index in range(4):
@@ -36,7 +36,7 @@ def test_the_chosen_steps_leave_a_trace_of_their_operations_and_a_table(tmp_path
     assert "Self CPU time total" in (tmp_path / "profile/actor-0-step-3.txt").read_text()
 
 
-def test_a_step_of_several_calls_is_one_profile_and_steps_around_it_are_none(tmp_path: Path) -> None:
+def test_a_step_of_several_calls_is_one_profile(tmp_path: Path) -> None:
     profiled = profiled_at("1", tmp_path)
     for index in range(3):
         for last in (False, False, True):
@@ -58,7 +58,7 @@ def test_a_call_that_fails_ends_the_profile_that_it_began(tmp_path: Path) -> Non
     assert (tmp_path / "other/profile/actor-0-step-0.json").exists()
 
 
-def test_two_profilers_at_once_are_no_reason_to_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_profilers_at_once_do_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (Profiler(options=ProfilerOptions(steps="0"), run_dir=str(tmp_path / name)) for name in ("a", "b"))
     assert train(host(tmp_path, one=one, two=two), batch(), step(0)).applied
     assert (tmp_path / "a/profile/actor-0-step-0.json").exists()

@@ -43,7 +43,7 @@ def test_marks_leave_the_prompt_whose_pictures_are_shown() -> None:
     assert prompt_text(evolve(given, pictures=["3f9a" * 4, "00b1" * 4])) == "user: Find x < 3."
 
 
-def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
+def test_a_killed_runs_file_is_read_up_to_its_tear(tmp_path: Path) -> None:
     torn = '{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 7.0}\n{"st'
     (tmp_path / "metrics.jsonl").write_text(torn)
     history = History.read(str(tmp_path), before=2)
@@ -64,7 +64,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
     assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
 
 
-def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -> None:
+def test_a_step_without_the_phase_counts_as_nothing() -> None:
     history = History()
     for step in range(10):
         history.add(step, {"time/train": 2.0, "time/step": 3.0})
@@ -76,7 +76,7 @@ def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -
     assert History().recent("time/train", 4) == 0.0
 
 
-def test_steps_that_only_another_process_knows_and_one_that_has_not_ended_are_not_counted() -> None:
+def test_unknown_and_unfinished_steps_are_not_counted() -> None:
     history = History()
     for step in (100, 101):  # resumed elsewhere
         history.add(step, {"time/train": 2.0, "time/step": 3.0})
@@ -84,7 +84,7 @@ def test_steps_that_only_another_process_knows_and_one_that_has_not_ended_are_no
     assert history.recent("time/train", 20) == 2.0
 
 
-def test_a_run_begins_and_ends_with_means_over_a_quarter_of_its_steps_but_for_evaluations() -> None:
+def test_ends_of_a_run_are_means_but_for_evaluations() -> None:
     history = History()
     for step in range(60):
         history.add(step, {"a": float(step), "b": math.nan if step % 2 else 1.0})

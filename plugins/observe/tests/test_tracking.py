@@ -15,7 +15,7 @@ def test_a_config_is_flat_names_and_numbers(tmp_path: Path) -> None:
     assert read_config(tmp_path / "elsewhere") == {}
 
 
-def test_an_identity_is_only_that_of_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_an_identity_is_of_a_run_that_goes_on(tmp_path: Path) -> None:
     identity = Identity(tmp_path / "run" / "tracker.json")
     assert identity.read(goes_on=True) == {}
     identity.write(run_id="abc")

@@ -111,7 +111,7 @@ async def test_bodies_may_have_64_mib_and_no_more(bench: Bench) -> None:
 
 
 @on_bench()
-async def test_a_client_that_goes_in_the_middle_of_a_body_is_no_fault(bench: Bench) -> None:
+async def test_a_client_that_leaves_amid_a_body_is_no_fault(bench: Bench) -> None:
     parts = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
     sent: list[MutableMapping[str, Any]] = []
 

@@ -95,7 +95,7 @@ def test_thresholds_are_those_of_the_api_unless_given() -> None:
     assert value == pytest.approx(-(1.1 * 1.5) + np.exp(2.0), rel=1e-5)
 
 
-def test_a_token_far_from_its_old_policy_keeps_the_sum_finite() -> None:
+def test_a_token_far_from_its_policy_keeps_sums_finite() -> None:
     found = rows("importance_sampling", datum([5, 6], logprobs=[-200.0], advantages=[-1.0]))
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     columns = {name: torch.tensor(column) for name, column in found.samples.columns.items()}
@@ -137,7 +137,7 @@ def test_what_would_be_another_loss_is_refused(
         rows(loss, Datum(tokens=np.array([5, 6, 7]), inputs={**INPUTS, **inputs}), **config)
 
 
-def test_several_targets_that_are_no_tokens_or_have_no_weights_are_refused() -> None:
+def test_wrong_tensors_of_several_targets_are_refused() -> None:
     targets, weights = np.array([[1, 2], [3, -1]]), np.array([[1.0, 1.0], [1.0, 0.5]])
     for each, sentence in (
         (weights, r"target \[1, 1\] is -1, where ids"),

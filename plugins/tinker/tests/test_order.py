@@ -56,7 +56,7 @@ def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing
         assert len(turns) == sum(each in alone or each == 1 or each - 1 in alone for each in begun)
 
 
-def test_work_that_answers_too_few_fails_all_that_it_was_given() -> None:
+def test_work_that_answers_too_few_fails_all_given() -> None:
     async def play() -> list[Any]:
         async def call(work: Callable[[], Any]) -> Any:
             return work()

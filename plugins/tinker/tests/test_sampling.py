@@ -303,7 +303,7 @@ def engine_dies(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return lambda: served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
 
 
-def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
+def test_engines_that_die_again_cost_an_attempt_only(
     served: Served, engine_dies: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = publish(served)
@@ -331,9 +331,7 @@ def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
     assert same(drawn, expected) and len(deaths) == 1 and fatal == []
 
 
-def test_engines_that_fail_for_good_leave_a_model_that_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_that_fail_for_good_leave_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path, {"rollout": {**CONFIG["rollout"], "restarts": 0}}) as served:
         served.new_model("a:train:0")
         sampler = publish(served)

@@ -98,7 +98,7 @@ def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.Servi
         client.create_lora_training_client("nobody/nothing").result()
 
 
-def test_an_error_of_a_rank_reaches_the_caller_as_a_sentence(client: tinker.ServiceClient, served: Served) -> None:
+def test_an_error_of_a_rank_reaches_the_caller(client: tinker.ServiceClient, served: Served) -> None:
     training = client.create_lora_training_client(NAME).result()
     served.policy.dies = WorkerDied("rank 1 (pid 7) was killed by SIGKILL in forward_backward")
     results = [training.forward_backward([datum(1, [1.0])], "cross_entropy"), training.optim_step(types.AdamParams())]

@@ -69,9 +69,7 @@ def test_what_engines_hold_no_more_is_sent_again(served: Served, pushed: list[st
     assert not any(same(expected[0], each) for each in expected[1:])
 
 
-def test_a_push_does_not_wait_for_samples_of_a_version_that_stays(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_waits_not_for_versions_that_stay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     old = publish(served)
     expected = served.draw(asked(old, seed=5))
     train(served.policy, 1)
@@ -89,9 +87,7 @@ def test_a_push_does_not_wait_for_samples_of_a_version_that_stays(
     asyncio.run(sampling())
 
 
-def test_a_push_on_shared_devices_waits_for_samples_of_all_versions(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_on_shared_devices_waits_for_all_samples(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """There engines sleep before weights arrive, and lose the earlier ones."""
     engines = served.engines
     shared: Any = {"actor": engines.group}

@@ -51,7 +51,7 @@ def test_a_row_has_the_tokens_that_were_sent_and_sampled(play: Play) -> None:
     assert set(batch.row_columns["turns"].tolist()) == {2} and rollout.outcomes == [None, None]
 
 
-def test_tokens_go_on_from_a_chat_and_not_the_other_way(play: Play) -> None:
+def test_tokens_go_on_from_a_chat_never_the_other_way(play: Play) -> None:
     asked: list[list[int]] = []
 
     def function(episode: Episode) -> None:
