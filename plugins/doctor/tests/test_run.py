@@ -20,14 +20,9 @@ HERE = origins(plugins_here([("backends", "fsdp")]))
 
 
 def test_nodes_need_no_sampler_and_no_extension_of_the_driver() -> None:
-    config = config_of(
-        {
-            "backend": {"name": "fsdp"},
-            "rollout": {"engine": "fake", "sampler": "episodes"},
-            "extensions": [{"name": "elastic"}],
-            "weights": {"transport": "delta"},
-        }
-    )
+    rollout, weights = {"engine": "fake", "sampler": "episodes"}, {"transport": "delta"}
+    tables = {"backend": {"name": "fsdp"}, "rollout": rollout, "extensions": [{"name": "elastic"}]}
+    config = config_of({**tables, "weights": weights})
     ranks: Any = SimpleNamespace(assignments=[SimpleNamespace(extensions=[SimpleNamespace(name="nan-guard")])])
     plan: Any = SimpleNamespace(processes=SimpleNamespace(roles={"actor": ranks}))
     assert named_by(plan, config) == [
