@@ -251,14 +251,14 @@ def test_steps_with_settings_of_their_own_are_those_of_torch(served: Served, pol
 # ---- the model's states ----------------------------------------------------------------------------------------------
 
 
-WRONG: Mapping[str, tuple[Callable[[ServedPolicy], Any], str]] = {
-    "a step without gradients": (lambda policy: policy.step(ADAM), "no forward_backward has come since the last step"),
-    "a beta that is none": (lambda policy: passed(policy).step(with_adam(beta2=1.0)), r"betas=\(0.9, 1.0\), expected"),
-    "no learning rate": (lambda policy: passed(policy).step(with_adam(learning_rate=math.nan)), "learning_rate=nan"),
-    "a save between passes and step": (lambda policy: save(passed(policy), "x"), "save after optim_step"),
-    "a load between passes and step": (lambda policy: load(passed(policy), "x"), "take optim_step first"),
-    "a checkpoint that is not there": (lambda policy: load(policy, "never"), "no checkpoint 'tinker://.*/never'"),
-}
+WRONG: Sequence[tuple[Callable[[ServedPolicy], Any], str]] = (
+    (lambda policy: policy.step(ADAM), "no forward_backward has come since the last step"),
+    (lambda policy: passed(policy).step(with_adam(beta2=1.0)), r"betas=\(0.9, 1.0\), expected two numbers, each"),
+    (lambda policy: passed(policy).step(with_adam(learning_rate=math.nan)), "learning_rate=nan"),
+    (lambda policy: save(passed(policy), "x"), "save after optim_step"),
+    (lambda policy: load(passed(policy), "x"), "take optim_step first"),
+    (lambda policy: load(policy, "never"), "there is no checkpoint 'tinker://a:train:0/weights/never'"),
+)
 
 
 def passed(policy: ServedPolicy) -> ServedPolicy:
@@ -270,15 +270,14 @@ def load(policy: ServedPolicy, name: str) -> None:
     policy.load(f"tinker://a:train:0/weights/{name}", optimizer=True)
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_refused_calls_leave_the_model_as_it_is(wrong: str, served: Served, policy: ServedPolicy) -> None:
+def test_refused_calls_leave_the_model_as_it_is(served: Served, policy: ServedPolicy) -> None:
     expected = train(policy, 3)
     served.new_model("a:train:1")
     losses = train(policy, 1)
-    call, sentence = WRONG[wrong]
-    with pytest.raises(UserError, match=sentence):
-        call(policy)
-    policy.discard()
+    for call, sentence in WRONG:
+        with pytest.raises(UserError, match=sentence):
+            call(policy)
+        policy.discard()
     assert losses + train(policy, 2) == expected
 
 
