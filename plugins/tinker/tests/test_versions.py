@@ -78,7 +78,9 @@ def test_a_push_waits_not_for_versions_that_stay(served: Served, monkeypatch: py
         held = Held(served, monkeypatch)
         first = asyncio.create_task(served.policy.draw(asked(old, seed=5), at_once))
         await asyncio.sleep(0)
-        new = await asyncio.wait_for(asyncio.to_thread(publish, served), 30.0)
+        for _ in range(2):  # the second one goes in place of the first, which nobody samples from
+            new = await asyncio.wait_for(asyncio.to_thread(publish, served), 30.0)
+            await asyncio.to_thread(train, served.policy, 1)
         assert not first.done()
         await held.let_go()
         assert same(await first, expected)
