@@ -35,14 +35,14 @@ def test_a_column_is_told_with_sample_token_and_step(tmp_path: Path) -> None:
     assert train(run, batch(), step(6)).metrics["nonfinite"].value == 0.0
     # Tokens 9 to 14 are those of sample 2, which is packed behind sample 0.
     with pytest.raises(CorerlError) as caught:
-        train(run, batch(advantages={12: NAN, 13: INF}, old_logprobs={7: -INF}), step(7))
+        train(run, batch(advantages={12: NAN, 13: INF}, old_logprobs={4: -INF}), step(7))
     assert caught.value.message.startswith(
         "actor rank 0: optimizer_step at optimizer step 7: extension:nan-guard found a non-finite number: column "
         "advantages: nan at sample 2, token 3, and at 1 more tokens; "
     )
     told = written(tmp_path)
     assert {(each["optimizer_step"], each["rollout_step"]) for each in told} == {(7, 3)}
-    assert told[1]["found"] == "column old_logprobs: -inf at sample 1, token 3"
+    assert told[1]["found"] == "column old_logprobs: -inf at sample 1, token 0"
     assert any(each["found"].startswith("gradient norm: nan; the step was skipped") for each in told)
 
 

@@ -22,7 +22,7 @@ from corerl_observe.run_state import History, duration, number, phases, prompt_t
         (9.97, "perf/tokens_per_second", "10"),
         (9.94, "perf/tokens_per_second", "9.9"),
         (0.26, "perf/tokens_per_second", "0.3"),
-        (123456789.0, "train/grad_norm", "1.2e+08"),
+        (1234567.0, "train/grad_norm", "1.2e+06"),
         (math.nan, "train/loss", "nan"),
         (None, "train/loss", "-"),
     ],
