@@ -71,12 +71,6 @@ def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loo
     assert ours.decode(asked.batch.tokens[:5]).startswith("21>5>")
 
 
-def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
-    told: list[tuple[int, int]] = []
-    play(two_turns, told=lambda done, of: told.append((done, of)), concurrency=2)
-    assert told[0] == (0, 8) and told[-1] == (8, 8) and told == sorted(told)
-
-
 def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, front: ChatServer) -> None:
     begun: list[int] = []
 
@@ -137,7 +131,10 @@ def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
     together, alone = Oracle(), Oracle()
     reference = play(two_turns, generate=together)
     assert_equal(play(slow), reference)
-    assert_equal(play(two_turns, generate=alone, concurrency=1), reference)
+    told: list[tuple[int, int]] = []
+    one_by_one = play(two_turns, generate=alone, concurrency=1, told=lambda done, of: told.append((done, of)))
+    assert_equal(one_by_one, reference)
+    assert told == [(done, 8) for done in range(9)]
     assert [len(request) for request in alone.requests] == [1] * 16
     assert len(together.requests[0]) == 8  # the first requests of all episodes, in one call
     assert reference.outcomes == [float(len(text)) for text in reference.texts]
