@@ -46,8 +46,9 @@ def test_what_is_known_of_an_answer_begins_it(name: str, opened: str, separate: 
     if opened:
         tokenizer.chat_template = f"{tokenizer.chat_template}{{% if add_generation_prompt %}}{opened}{{% endif %}}"
     thought = "  <think>I think: ü.\n</think>\n\nIt is ü. "
-    texts = ["I add < 2 [and] {3}.", thought, "<thi", "Hm.</think> <tool", *CALLS.values()]
-    texts += [f"I think.</think>\n{CALLS[name]}"] if name in CALLS else []
+    texts = ["I add < 2 [and] {3}.", thought, "<thi", "Hm.</think> <tool", "Hm.</think>So.###"]
+    texts += [CALLS[name], f"I think.</think>\n{CALLS[name]}"] if name in CALLS else []
+    texts += [] if opened or separate else CALLS.values()
     renderer = Renderer(tokenizer, format_of(name, None), separate_reasoning=separate)
     asked = renderer.ask(Conversation(), [{"role": "user", "content": "2 + 3?"}], TOOLS)
     params = SamplingParams(stop_tokens=(tokenizer.eos_token_id,), stop=("###", "\n\nThe"))
@@ -65,7 +66,7 @@ def test_what_is_known_of_an_answer_begins_it(name: str, opened: str, separate: 
             part = sent[key]
             assert part.lstrip() + new(whole, part) in (whole, whole.lstrip()), text
             seen += len(part)
-    assert seen > 60
+    assert seen > 30
 
 
 @pytest.mark.parametrize("calls", [1, 4])
