@@ -50,9 +50,8 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
         pictures: PictureReader | None = None,
         **config: Any,
     ) -> Rollout:
-        mine = (
-            function if isinstance(function, EpisodeFunction) else EpisodeFunction(name="mine:play", function=function)
-        )
+        given = isinstance(function, EpisodeFunction)
+        mine = function if given else EpisodeFunction(name="mine:play", function=function)
         sampler = episode_sampler(
             tokenizer=tokenizer,
             generate=generate if inspect.iscoroutinefunction(generate) else engines(generate or Oracle()),

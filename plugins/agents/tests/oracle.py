@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
@@ -43,6 +44,14 @@ class Oracle:
             versions=np.full(len(tokens), 3),
             truncated=np.array([row[-1] not in stops for row in rows]),
         )
+
+
+def with_experts(request: GenerateRequest) -> Generation:
+    """The expert of a token is its place in the row; its own last one is unknown."""
+    drawn = Oracle()(request)
+    lengths = np.diff(request.offsets) + np.diff(drawn.offsets)
+    experts = np.concatenate([[*range(length - 1), -1] for length in lengths]).astype(np.int16)
+    return evolve(drawn, routed_experts=experts.reshape(-1, 1, 1))
 
 
 def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from attrs import evolve
+from transformers import PreTrainedTokenizerBase
 
 from corerl.config import ModelConfig
+from corerl.driver.run import Summary
 from corerl.engines import EngineContext, GenerateRequest, Generation, OnFinished
 from corerl.models import load_tokenizer
 from corerl.types import offsets_of
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import SPEC as TRANSFORMERS
+from tests.in_process import execute_here, small
 
 NAME = "plugins.agents.tests.scripted_engine:SPEC"
 CALL = (
@@ -64,6 +69,21 @@ class ScriptedEngine(TransformersEngine):
             truncated=np.array(truncated),
             unfinished=np.zeros(len(sizes), np.bool_),
         )
+
+
+def run(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, function: str, *settings: str, samples: int = 4
+) -> Summary:
+    """Train on episodes of this function about four sums, two each step, with a model of this tokenizer."""
+    tokenizer.save_pretrained(directory / "tokenizer")
+    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 2), (2, 2))]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
+    tokens = ("model.config.vocab_size=257", *(f"model.config.{each}_token_id=256" for each in ("bos", "eos", "pad")))
+    data = (f"data.source={directory}/prompts.jsonl", "data.chat=true", "data.held_out=0")
+    rollout = ("rollout.sampler=episodes", "rollout.prompts=2", f"rollout.samples={samples}", "rollout.save=true")
+    short = ("train.schedule.warmup_steps=0", "checkpoint.every=0", "checkpoint.export=false")
+    own = (f"model.tokenizer={directory}/tokenizer", f"samplers.episodes.function={function}")
+    return execute_here(small(directory, *own, *tokens, *data, *rollout, *short, *settings))
 
 
 SPEC = evolve(TRANSFORMERS, implementation="plugins.agents.tests.scripted_engine:ScriptedEngine")

@@ -12,9 +12,8 @@ import pytest
 from corerl.models import load_tokenizer
 from corerl_agents import Episode
 from corerl_agents.script import byte_tokenizer
-from plugins.agents.tests.scripted_engine import NAME
+from plugins.agents.tests.scripted_engine import NAME, run
 from tests.end_to_end.command import metrics
-from tests.in_process import execute_here, small
 from tests.later import Later, wants
 
 agents: Any = Later("agents")  # OpenAI's
@@ -118,39 +117,11 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
     PARTS.clear()
     ours = byte_tokenizer()
     ours.chat_template = TEMPLATE
-    ours.save_pretrained(tmp_path / "tokenizer")
-    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 2), (2, 2))]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
-    summary = execute_here(
-        small(
-            tmp_path,
-            f"model.tokenizer={tmp_path}/tokenizer",
-            "model.config.vocab_size=257",
-            "model.config.max_position_embeddings=2048",
-            "model.config.bos_token_id=256",
-            "model.config.eos_token_id=256",
-            f"data.source={tmp_path}/prompts.jsonl",
-            "data.chat=true",
-            "data.held_out=0",
-            f"rollout.engine={NAME}",
-            "rollout.sampler=episodes",
-            f"samplers.episodes.function={__name__}:{agent}",
-            f"samplers.episodes.reasoning={reasoning}",
-            "samplers.episodes.stream_tokens=8",
-            "rollout.max_tokens=512",
-            "rollout.prompts=2",
-            "rollout.samples=4",
-            "rollout.save=true",
-            "train.optimizer.lr=1e-3",
-            "train.schedule.warmup_steps=0",
-            "train.schedule.decay=constant",
-            "run.steps=1",
-            "checkpoint.every=0",
-            "checkpoint.export=false",
-        )
-    )
-    assert summary.steps_done == 1 and len(PLAYED) == 8
-    assert len(PARTS) == (8 if agent == "streamed" else 0) and all(parts > 4 for parts in PARTS)
+    lengths = ["model.config.max_position_embeddings=2048", "rollout.max_tokens=512", "run.steps=1"]
+    how = [f"samplers.episodes.reasoning={reasoning}", "samplers.episodes.stream_tokens=8", f"rollout.engine={NAME}"]
+    summary = run(tmp_path, ours, f"{__name__}:{agent}", *lengths, *how, samples=2)
+    assert summary.steps_done == 1 and len(PLAYED) == 4
+    assert len(PARTS) == (4 if agent == "streamed" else 0) and all(parts > 4 for parts in PARTS)
     for question, calls, answer in PLAYED:
         (call,) = calls
         assert (
@@ -177,4 +148,4 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
             assert f"<think>\n{first}<|end|>\n<|im_start|>user\n<tool_response>\n" in whole
             assert whole.endswith(f"<|im_start|>assistant\n<think>\n{second}<|end|>")
             seen += 1
-    assert seen == 8
+    assert seen == 4

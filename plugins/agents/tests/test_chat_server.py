@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
-import platform
 import signal
 import socket
 import threading
@@ -20,17 +18,13 @@ from corerl.rollout import EventLoop, in_thread
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
-from tests.later import Later
+from plugins.agents.tests.clients import connected, of_openai, post, sent
 from tests.machine import paced
 
-openai: Any = Later("openai")
-
-platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
 USER: Any = {"role": "user", "content": "hello"}
 TOOLS: Any = [{"type": "function", "function": {"name": "add"}}]
-CALLS = [
-    {"id": f"call0010{index}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for index in range(2)
-]
+CALLED = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+CALLS = [{"id": f"call0010{index}", **CALLED} for index in range(2)]
 
 
 class Desk:
@@ -76,32 +70,9 @@ def test_a_server_listens_at_its_address_alone(loop: EventLoop, address: str, ho
     server.close()
 
 
-def connected(url: str) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=paced(20))
-
-
-def sent(connection: http.client.HTTPConnection, url: str, body: Any, method: str = "POST") -> tuple[int, str, str]:
-    """Status, media type and content of the answer."""
-    connection.request(method, urlsplit(url).path, None if body is None else json.dumps(body))
-    answer = connection.getresponse()
-    return answer.status, answer.headers["Content-Type"], answer.read().decode()
-
-
-def post(url: str, body: Any, method: str = "POST") -> tuple[int, Any]:
-    """Status of the answer, and what its JSON says."""
-    connection = connected(url)
-    status, _, content = sent(connection, url, body, method)
-    connection.close()
-    return status, json.loads(content)
-
-
-def client(url: str) -> Any:
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
-
-
 def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     desk = Desk()
-    with client(front.open(desk)) as ours:
+    with of_openai(front.open(desk)) as ours:
         answer = ours.chat.completions.create(
             model="any",
             messages=[USER],
@@ -118,12 +89,8 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     assert (choice.message.role, choice.message.content, choice.message.tool_calls) == ("assistant", "hi ü", None)
     assert (choice.index, choice.finish_reason) == (0, "stop")
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert choice.logprobs.content[1].to_dict() == {
-        "token": "ü",
-        "logprob": -0.5,
-        "bytes": [195, 188],
-        "top_logprobs": [],
-    }
+    second = choice.logprobs.content[1].to_dict()
+    assert second == {"token": "ü", "logprob": -0.5, "bytes": [195, 188], "top_logprobs": []}
     assert answer.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8] and choice.to_dict()["token_ids"] == [3, 4, 2]
     (request,) = desk.requests
     assert (request.max_tokens, list(request.stop), list(request.messages)) == (7, ["x"], [USER])
@@ -131,18 +98,14 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
 
 
 def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
-    with client(front.open(Desk())) as ours:
-        text, usage = ours.chat.completions.create(
-            model="policy", messages=[USER], stream=True, stream_options={"include_usage": True}
-        )
-        (calls,) = ours.chat.completions.create(
-            model="policy", messages=[USER], tools=TOOLS, stream=True, extra_body={"return_token_ids": True}
-        )
+    with of_openai(front.open(Desk())) as ours:
+        asked: dict[str, Any] = {"model": "policy", "messages": [USER], "stream": True}
+        text, usage = ours.chat.completions.create(**asked, stream_options={"include_usage": True})
+        (calls,) = ours.chat.completions.create(**asked, tools=TOOLS, extra_body={"return_token_ids": True})
         with ours.chat.completions.stream(model="policy", messages=[USER], tools=TOOLS) as stream:
             whole = stream.get_final_completion()
-    assert (text.object, text.choices[0].delta.content, text.choices[0].finish_reason) == (
-        *("chat.completion.chunk", "hi ü", "stop"),
-    )
+    first = text.choices[0]
+    assert (text.object, first.delta.content, first.finish_reason) == ("chat.completion.chunk", "hi ü", "stop")
     assert text.usage is None and usage.choices == [] and usage.id == text.id
     assert usage.usage is not None and usage.usage.total_tokens == 8
     delta = calls.choices[0].delta.to_dict()
@@ -176,10 +139,8 @@ def test_an_error_has_openais_shape(front: ChatServer) -> None:
     expected = {"message": "not now", "type": "invalid_request_error", "param": None, "code": "episode_over"}
     assert post(urls[1] + "/chat/completions", {"messages": [USER]}) == (410, {"error": expected})
     front.shut(urls[0])
-    for status, answer in (
-        post(urls[0] + "/chat/completions", {"messages": [USER]}),
-        post(urls[0] + "/models", None, "GET"),
-    ):
+    asked = post(urls[0] + "/chat/completions", {"messages": [USER]})
+    for status, answer in (asked, post(urls[0] + "/models", None, "GET")):
         assert (status, answer["error"]["code"]) == (404, "not_found")
         assert "no running episode has this URL; send requests to an" in answer["error"]["message"]
     assert front.ask(urls[0], {"messages": [USER]}).result()["error"]["code"] == "not_found"

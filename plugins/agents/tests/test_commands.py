@@ -10,7 +10,7 @@ import pytest
 
 from corerl.rollout import Failure, Judged
 from corerl_agents.commands import EpisodeCommand, command_of
-from plugins.agents.tests.oracle import PROMPTS, Play
+from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -42,12 +42,7 @@ def test_a_command_plays_episodes_and_gives_rewards(play: Play) -> None:
     rollout = play(agent("reward"), samples=2)
     assert rollout.outcomes == [Judged(reward=each, parts={"asked": 1.0}) for each in (5.0, 5.0, 1.0, 1.0)]
     assert rollout.batch.row_columns["turns"].tolist() == [1] * 4
-    assert (
-        rollout.batch.row_columns["response_length"].tolist()
-        == play(lambda episode: episode.chat(episode.messages, max_tokens=2) and None, samples=2)
-        .batch.row_columns["response_length"]
-        .tolist()
-    )
+    assert_equal(rollout, play(lambda episode: episode.chat(episode.messages, max_tokens=2) and None, samples=2))
 
 
 @pytest.mark.parametrize(("what", "outcome"), [("number", 0.25), ("none", None), ("post", Judged(reward=0.5))])

@@ -27,11 +27,7 @@ FETCH = "examples.two_turn_tool:fetch"
         ({"command": ["sh"], "options": {"tool": 1}}, "options", "are arguments of a function; write those of a "),
         ({"function": FETCH, "roles": ["white", "Black 1"]}, "roles", "got 'Black 1', wanted names of letters, "),
         ({"function": FETCH, "roles": ["white", "White"]}, "roles", "got 'white', wanted names of letters, digits "),
-        (
-            {"command": ["sh", "{base_url_wite}"], "roles": ["white"]},
-            "command",
-            "unknown placeholder {base_url_wite}",
-        ),
+        ({"command": ["sh", "{base_url_wite}"], "roles": ["white"]}, "command", "unknown placeholder {base_url_wite}"),
         ({"function": FETCH, "tool_calls": "hrmes"}, "tool_calls", "unknown format 'hrmes'; known: auto, none, "),
     ],
 )
@@ -47,10 +43,8 @@ def test_workers_on_a_cluster_play_functions_and_commands() -> None:
         options = EpisodesConfig(workers_on="cluster", workers=2, **player)  # type: ignore[arg-type]
         assert list(SPEC.check(options, on_nodes)) == []
         (problem,) = SPEC.check(evolve(options, workers=0), on_nodes)
-        assert (problem.path, problem.text.split(";")[0]) == (
-            "workers_on",
-            "'cluster', but samplers.episodes.workers is 0",
-        )
+        assert problem.path == "workers_on"
+        assert problem.text.startswith("'cluster', but samplers.episodes.workers is 0;")
 
 
 def test_auto_is_refused_where_the_engine_cannot_say() -> None:
@@ -58,7 +52,5 @@ def test_auto_is_refused_where_the_engine_cannot_say() -> None:
     spec = EngineSpec(implementation="one:Engine", api=(2, 2), summary="one")
     (problem,) = SPEC.check(options, evolve(RUN, engine=spec))
     assert problem.path == "concurrency"
-    assert problem.text == (
-        "'auto', but the engine 'transformers' does not say how full its cache of keys and values is; set a number"
-    )
+    assert problem.text.startswith("'auto', but the engine 'transformers' does not say how full its cache ")
     assert list(SPEC.check(options, evolve(RUN, engine=evolve(spec, cache_use=True)))) == []

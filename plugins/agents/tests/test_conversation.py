@@ -131,9 +131,7 @@ def test_tools_are_shown_once_and_stay_the_same() -> None:
         renderer.ask(conversation, messages)
 
 
-def test_tools_that_no_template_shows_are_refused_or_noted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tools_that_no_template_shows_are_refused_or_noted(capsys: pytest.CaptureFixture[str]) -> None:
     ours, tools = tokenizer(TEMPLATE.replace("tool['name']", "''")), [{"name": "stu"}]
     with pytest.raises(Refused, match="^tools: the tokenizer's chat template does not show them to the model; use a "):
         Renderer(ours).ask(Conversation(), [USER], tools)
@@ -331,14 +329,8 @@ def test_the_content_of_gpt_oss_has_no_headers_of_messages() -> None:
     ("messages", "told"),
     [
         ([], "messages: nothing to answer"),
-        (
-            [USER, {"role": "assistant", "content": "0"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
-            "messages: nothing to answer; the last message must not be a tool call",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "image_url"}]}, TOOL],
-            "messages[0] has the content part {'type': 'image_url'}, but the model reads only text parts",
-        ),
+        ([USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages: nothing to answer; the last message"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}, TOOL], "messages[0] has the content part {'type': 'im"),
     ],
 )
 def test_messages_that_cannot_be_read_are_refused(messages: list[dict[str, Any]], told: str) -> None:
@@ -352,11 +344,7 @@ def test_messages_that_cannot_be_read_are_refused(messages: list[dict[str, Any]]
         ([USER, {"role": "assistant", "content": "0"}], 2, "messages: got 2, but the episode already has 2, including"),
         ([USER], 1, "messages: got 1, but the episode already has 2, including its last answer"),
         ([{"role": "user", "content": "13"}, TOOL, TOOL], 0, "messages[0].content: got '13', but the episode has '12"),
-        (
-            [USER, {"role": "assistant", "content": "1"}, TOOL],
-            1,
-            "messages[1].content: got '1', but the episode has '0",
-        ),
+        ([USER, {"role": "assistant", "content": "1"}, TOOL], 1, "messages[1].content: got '1', but the episode has"),
         ([USER, {"role": "user", "content": "0"}, TOOL], 1, "messages[1].role: got 'user', but the episode has 'assis"),
         ([{**USER, "name": "t"}, TOOL, TOOL], 0, "messages[0].name: got 't', but the episode has None there"),
     ],
@@ -410,9 +398,7 @@ def test_template_arguments_that_change_earlier_messages_diverge() -> None:
     assert ours.decode(renderer.ask(conversation, messages, options={"brief": True}).tokens) == ";t:45<eos>;a:"
     assert ours.decode(renderer.ask(conversation, messages, options={"brief": 1}).tokens) == ";t:45<eos>;a:"
     for options in ({}, {"brief": False}):
-        with pytest.raises(
-            Diverges, match="^chat_template_kwargs: got, .* earlier messages were written with {'brief'"
-        ):
+        with pytest.raises(Diverges, match="^chat_template_kwargs: got, .* messages were written with {'brief'"):
             renderer.ask(conversation, messages, options=options)
 
 

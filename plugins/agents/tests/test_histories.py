@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +24,7 @@ from corerl.rollout import Rollout, ScoredRollout
 from corerl_agents.episodes import Episode
 from corerl_agents.script import scripted
 from corerl_testing import exact_share, read_rollout, write_rollout
+from plugins.agents.tests.clients import connected, post
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
@@ -273,16 +273,12 @@ class Came:
 def ask_and_leave(episode: Episode, asked: threading.Event, message: dict[str, Any]) -> None:
     """Close the connection once the engine was `asked`."""
     asked.clear()
-    url = urlsplit(episode.base_url)
-    connection = HTTPConnection(url.netloc, timeout=paced(20))
-    connection.request("POST", f"{url.path}/chat/completions", json.dumps({"messages": [message], "max_tokens": 4}))
+    connection, path = connected(episode.base_url), f"{urlsplit(episode.base_url).path}/chat/completions"
+    connection.request("POST", path, json.dumps({"messages": [message], "max_tokens": 4}))
     assert asked.wait(20)
     connection.close()
     for _ in range(2):  # once these are answered, the server has seen that
-        other = HTTPConnection(url.netloc, timeout=paced(20))
-        other.request("GET", f"{url.path}/models")
-        assert other.getresponse().status == 200
-        other.close()
+        assert post(f"{episode.base_url}/models", None, "GET")[0] == 200
 
 
 def test_a_repeated_request_gets_the_first_answer(play: Play) -> None:

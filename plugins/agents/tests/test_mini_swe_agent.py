@@ -17,9 +17,8 @@ from corerl.data import Prompt
 from corerl_agents.episodes import Episode
 from corerl_agents.script import byte_tokenizer, scripted
 from corerl_transformers.spec import SPEC as TRANSFORMERS
-from plugins.agents.tests.scripted_engine import ScriptedEngine
+from plugins.agents.tests.scripted_engine import ScriptedEngine, run
 from tests.end_to_end.command import metrics
-from tests.in_process import execute_here, small
 from tests.machine import paced
 
 pytestmark = [
@@ -95,33 +94,10 @@ def computed(episode: Episode, dialect: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
 def test_episodes_of_mini_swe_agent_are_trained_on(dialect: str, tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 2), (2, 2))]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
-    of_tokenizer = [f"model.config.{name}_token_id=256" for name in ("bos", "eos", "pad")]
-    common = ["rollout.prompts=2", "rollout.samples=4", "train.schedule.warmup_steps=0", "checkpoint.every=0"]
-    summary = execute_here(
-        small(
-            tmp_path,
-            f"model.tokenizer={tmp_path}/tokenizer",
-            "model.config.vocab_size=257",
-            "model.config.max_position_embeddings=8192",
-            *of_tokenizer,
-            f"data.source={tmp_path}/prompts.jsonl",
-            "data.chat=true",
-            "data.held_out=0",
-            f"rollout.engine={__name__}:ENGINE",
-            "rollout.sampler=episodes",
-            f"samplers.episodes.function={__name__}:computed",
-            f"samplers.episodes.options={{dialect='{dialect}'}}",
-            f"samplers.episodes.timeout={paced(120)}",
-            "rollout.max_tokens=2048",
-            "rollout.save=true",
-            "run.steps=2",
-            "checkpoint.export=false",
-            *common,
-        )
-    )
+    lengths = ["model.config.max_position_embeddings=8192", "rollout.max_tokens=2048", "run.steps=2"]
+    how = [f"samplers.episodes.options={{dialect='{dialect}'}}", f"samplers.episodes.timeout={paced(120)}"]
+    engine = f"rollout.engine={__name__}:ENGINE"
+    summary = run(tmp_path, byte_tokenizer(), f"{__name__}:computed", *lengths, *how, engine)
     assert summary.steps_done == 2
     for line in [each for each in metrics(tmp_path / "run") if "train/loss" in each]:
         # Each episode is one row of two turns, and the trainer reads in it what the engine said.

@@ -53,9 +53,8 @@ def asked(reader: TinyReader, *references: str) -> Prompt:
     """A chat that shows these, with text before each."""
     content = [part for _ in references for part in (TEXT, IMAGE)]
     pictures = tuple(FoundPicture(reader=reader, reference=each) for each in references)
-    return Prompt(
-        index=0, text="9", answer="", messages=({"role": "user", "content": content or "9"},), pictures=pictures
-    )
+    message = {"role": "user", "content": content or "9"}
+    return Prompt(index=0, text="9", answer="", messages=(message,), pictures=pictures)
 
 
 def answering(requests: list[GenerateRequest], *answers: str) -> Callable[[GenerateRequest], Generation]:

@@ -21,7 +21,7 @@ from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_testing import in_parts, until_stop
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines, with_experts
 from plugins.agents.tests.samplers import episode_sampler
 from tests.machine import paced
 from tests.rollout.samplers import prompt_sampler
@@ -60,27 +60,15 @@ def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loo
         for prompt, options in zip(PROMPTS, [{"brief": "77"}, {}], strict=True)
     ]
     played = play(single, prompts=prompts, tokenizer=ours)
-    assert_equal(
-        played,
-        loop.run(
-            prompt_sampler(tokenizer=ours, generate=engines(Oracle()), seed=7).sample(
-                prompts, rollout_step=5, samples=4, params=PARAMS
-            )
-        ),
-    )
+    plain = prompt_sampler(tokenizer=ours, generate=engines(Oracle()), seed=7)
+    assert_equal(played, loop.run(plain.sample(prompts, rollout_step=5, samples=4, params=PARAMS)))
     assert ours.decode(played.batch.tokens[:6]).startswith("21>77>")
-    asked = play(
-        lambda episode: episode.chat(episode.messages, chat_template_kwargs={"brief": "5"}) and None,
-        prompts=prompts,
-        tokenizer=ours,
-    )
+
+    def briefly(episode: Episode) -> None:
+        episode.chat(episode.messages, chat_template_kwargs={"brief": "5"})
+
+    asked = play(briefly, prompts=prompts, tokenizer=ours)
     assert ours.decode(asked.batch.tokens[:5]).startswith("21>5>")
-
-
-def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
-    told: list[tuple[int, int]] = []
-    play(two_turns, told=lambda done, of: told.append((done, of)), concurrency=2)
-    assert told[0] == (0, 8) and told[-1] == (8, 8) and told == sorted(told)
 
 
 def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, front: ChatServer) -> None:
@@ -143,7 +131,10 @@ def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
     together, alone = Oracle(), Oracle()
     reference = play(two_turns, generate=together)
     assert_equal(play(slow), reference)
-    assert_equal(play(two_turns, generate=alone, concurrency=1), reference)
+    told: list[tuple[int, int]] = []
+    one_by_one = play(two_turns, generate=alone, concurrency=1, told=lambda done, of: told.append((done, of)))
+    assert_equal(one_by_one, reference)
+    assert told == [(done, 8) for done in range(9)]
     assert [len(request) for request in alone.requests] == [1] * 16
     assert len(together.requests[0]) == 8  # the first requests of all episodes, in one call
     assert reference.outcomes == [float(len(text)) for text in reference.texts]
@@ -174,14 +165,12 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
         low, high = rollout.batch.offsets[row : row + 2]
         sampled = np.repeat([False, True, False, True], list(map(len, (prompt, first, tool, second))))
         np.testing.assert_array_equal(rollout.batch.columns["loss_mask"][low:high], sampled)
-        np.testing.assert_array_equal(
-            rollout.batch.columns["rollout_logprobs"][low:high], np.where(sampled, -tokens, 0)
-        )
-        np.testing.assert_array_equal(rollout.batch.columns["versions"][low:high], np.where(sampled, 3, 0))
-        assert rollout.batch.row_columns["prompt_length"][row] == len(prompt)
-        assert rollout.batch.row_columns["response_length"][row] == len(first) + len(second)
-        assert rollout.batch.row_columns["span"][row] == len(tokens) - len(prompt)
-        assert rollout.batch.row_columns["truncated"][row] == (second[-1] != 2)
+        columns, rows = rollout.batch.columns, rollout.batch.row_columns
+        np.testing.assert_array_equal(columns["rollout_logprobs"][low:high], np.where(sampled, -tokens, 0))
+        np.testing.assert_array_equal(columns["versions"][low:high], np.where(sampled, 3, 0))
+        assert rows["prompt_length"][row] == len(prompt) and rows["span"][row] == len(tokens) - len(prompt)
+        assert rows["response_length"][row] == len(first) + len(second)
+        assert rows["truncated"][row] == (second[-1] != 2)
     assert rollout.batch.row_columns["turns"].tolist() == [2] * 8
 
 
@@ -213,16 +202,18 @@ def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
     assert kinds == ["no-number", "raised", "silent", "timeout", "raised", 0.5]
     told = [each.message for each in rollout.outcomes if isinstance(each, Failure)]
     on = "on prompt 40 ('21>')"
-    assert told[0] == f"samplers.episodes.function 'mine:play' returned 'five', {WANTED} {on}"
-    assert told[1].startswith(
-        "samplers.episodes.function 'mine:play' raised KeyError: 'no such drawer' "
-        "(plugins/agents/tests/test_sampler.py:"
-    )
-    assert told[2] == f"samplers.episodes.function 'mine:play' sent no request to the policy {on}"
-    assert told[3].startswith(
-        f"samplers.episodes.function 'mine:play' took longer than samplers.episodes.timeout={limit:g} seconds on "
-    )
-    assert "RuntimeError: n: got 2, wanted 1; leave it out" in told[4]
+    for said, found in zip(
+        (
+            f"returned 'five', {WANTED} {on}",
+            "raised KeyError: 'no such drawer' (plugins/agents/tests/test_sampler.py:",
+            f"sent no request to the policy {on}",
+            f"took longer than samplers.episodes.timeout={limit:g} seconds on prompt 8 (",
+            "raised RuntimeError: n: got 2, wanted 1; leave it out",
+        ),
+        told,
+        strict=True,
+    ):
+        assert found.startswith(f"samplers.episodes.function 'mine:play' {said}")
     plain = play(single, samples=3)
     drawn = [np.flatnonzero(rollout.batch.row_columns["turns"] == turns).tolist() for turns in (0, 1)]
     assert drawn == [[0, 2, 4], [1, 3, 5]]
@@ -325,10 +316,7 @@ def test_an_answer_after_the_episodes_end_is_left_out(play: Play) -> None:
 
     rollout = play(leaves, generate=generate, samples=1, prompts=PROMPTS[:1])
     assert rollout.outcomes == [1.0]
-    assert (rollout.batch.row_columns["turns"].tolist(), rollout.batch.row_columns["response_length"].tolist()) == (
-        [1],
-        [1],
-    )
+    assert [rollout.batch.row_columns[name].tolist() for name in ("turns", "response_length")] == [[1], [1]]
 
 
 def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
@@ -350,9 +338,8 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
     )
     sampled: list[str] = []
     batch = rollout.batch
-    for row, mask in zip(
-        *(np.split(each, batch.offsets[1:-1]) for each in (batch.tokens, batch.columns["loss_mask"])), strict=True
-    ):
+    rows, masks = (np.split(each, batch.offsets[1:-1]) for each in (batch.tokens, batch.columns["loss_mask"]))
+    for row, mask in zip(rows, masks, strict=True):
         cuts = np.flatnonzero(np.diff(mask)) + 1
         sampled += [TOKENIZER.decode(part) for part in np.split(row, cuts)[1::2]]
     said = [text.removesuffix("<eos>") for text in sampled]
@@ -384,24 +371,17 @@ def test_an_engines_error_ends_all_episodes(play: Play) -> None:
 
 
 def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -> None:
-    def telling(request: GenerateRequest) -> Generation:
-        generation = Oracle()(request)
-        rows = []
-        for prompt, said in zip(request.by_row(), np.diff(generation.offsets), strict=True):
-            rows += [*range(len(prompt) + said - 1), -1]
-        return evolve(generation, routed_experts=np.array(rows, dtype=np.int16).reshape(-1, 1, 1))
-
     def first_only(episode: Episode) -> None:
         if episode.prompt.index == 40:
             two_turns(episode)
 
-    rollout = play(first_only, generate=telling, samples=1)
+    rollout = play(first_only, generate=with_experts, samples=1)
     lengths = rollout.batch.lengths
     expected = [*range(lengths[0] - 1), -1, *[-1] * lengths[1]]
     assert rollout.batch.columns["routed_experts"].ravel().tolist() == expected
 
     # Batches of which one has nothing drawn go together too, in either order.
-    nothing = play(lambda episode: None, generate=telling, samples=1, prompts=PROMPTS[:1])
+    nothing = play(lambda episode: None, generate=with_experts, samples=1, prompts=PROMPTS[:1])
     assert "routed_experts" not in nothing.batch.columns
     none = [-1] * len(nothing.batch.tokens)
     for parts, told in (([rollout, nothing], [*expected, *none]), ([nothing, rollout], [*none, *expected])):
@@ -457,10 +437,7 @@ def test_a_wrong_number_of_rewards_names_both_numbers(play: Play) -> None:
 
     for function, what in (
         (miscounted, "returned 3 rewards, one for each turn, but got 2 answers on prompt"),
-        (
-            together,
-            "returned 2 rewards, one for each turn, but sent requests side by side, whose answers have no order",
-        ),
+        (together, "returned 2 rewards, one for each turn, but sent requests side by side, whose answers"),
     ):
         outcomes = play(function).outcomes
         assert all(isinstance(each, Failure) and what in each.message for each in outcomes), outcomes

@@ -32,17 +32,14 @@ def test_a_script_answers_and_records_requests_in_turn() -> None:
     assert script.asked[:2] == [["2+3="], ["2+3=", "one", "and?"]]
 
 
+WHOLE = "I look.\nObservation: x"
+
+
 @pytest.mark.parametrize(
-    ("stop", "said"),
-    [
-        ("Observation:", "I look.\n"),
-        (["!", "look"], "I "),
-        ("?", "I look.\nObservation: x"),
-        ([], "I look.\nObservation: x"),
-    ],
+    ("stop", "said"), [("Observation:", "I look.\n"), (["!", "look"], "I "), ("?", WHOLE), ([], WHOLE)]
 )
 def test_a_scripted_answer_ends_before_a_stop_text(stop: object, said: str) -> None:
-    with scripted(PROMPT, ["I look.\nObservation: x"]) as script:
+    with scripted(PROMPT, [WHOLE]) as script:
         choice = script.episode.chat(script.episode.messages, stop=stop)
     assert (choice["message"]["content"], choice["finish_reason"]) == (said, "stop")
 
@@ -141,11 +138,6 @@ def test_the_reward_gets_special_tokens_as_in_a_run(tmp_path: Path, special_toke
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
         return _generated("<think>2+3=<think>5", request, tokenizer)
 
-    sampler = prompt_sampler(
-        tokenizer=tokenizer,
-        generate=generate,
-        seed=0,
-        special_tokens=special_tokens,
-    )
+    sampler = prompt_sampler(tokenizer=tokenizer, generate=generate, seed=0, special_tokens=special_tokens)
     params = SamplingParams(max_tokens=50, stop_tokens=tuple(end_tokens(tokenizer, model)))
     assert asyncio.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).texts == [text]

@@ -27,18 +27,10 @@ from corerl_agents.tool_calls import (
 
 ADD = {"name": "add", "arguments": {"a": 2, "b": [3, "x; {"]}}
 GET = {"name": "get", "arguments": {}}
+TAKEN = {"add": {"a": {"type": "integer"}, "b": {"type": "array"}, "c": {"type": "string"}}, "get": {}}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "array"}, "c": {"type": "string"}},
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    for name, properties in TAKEN.items()
 ]
 # As Qwen 2.5 and 3, Hermes 3, Llama 3.1, Qwen3-Coder, GLM 4.5, DeepSeek V3.1 and R1, Kimi K2, gpt-oss, MiniMax M2 and
 # Mistral have them, the first as Jinja writes a string.
@@ -105,20 +97,15 @@ def dsml(*calls: dict[str, Any]) -> str:
 
 
 def deepseek(*calls: dict[str, Any]) -> str:
-    written = [
-        f"<｜tool▁call▁begin｜>{call['name']}<｜tool▁sep｜>{json.dumps(call['arguments'])}<｜tool▁call▁end｜>"
-        for call in calls
-    ]
-    return f"<｜tool▁calls▁begin｜>{''.join(written)}<｜tool▁calls▁end｜>"
+    written = [f"{call['name']}<｜tool▁sep｜>{json.dumps(call['arguments'])}" for call in calls]
+    each = "".join(f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in written)
+    return f"<｜tool▁calls▁begin｜>{each}<｜tool▁calls▁end｜>"
 
 
 def deepseek_r1(*calls: dict[str, Any]) -> str:
-    written = [
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call['name']}\n```json\n{json.dumps(call['arguments'])}\n```"
-        "<｜tool▁call▁end｜>"
-        for call in calls
-    ]
-    return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>"
+    written = [f"{call['name']}\n```json\n{json.dumps(call['arguments'])}\n```" for call in calls]
+    each = [f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call}<｜tool▁call▁end｜>" for call in written]
+    return "<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
 
 
 def kimi(*calls: dict[str, Any]) -> str:

@@ -62,17 +62,22 @@ def refused(episode: Episode) -> None:
     episode.chat(episode.messages, n=2)
 
 
+def is_first(file: str) -> bool:
+    """Whether no process was here before; it leaves its number."""
+    try:
+        with Path(file).open("x") as created:
+            created.write(f"{os.getpid()}\n")
+    except FileExistsError:
+        return False
+    return True
+
+
 def waits_for_its_end(episode: Episode, *, directory: str, first: int) -> float:
     """The first episodes write where they are, and wait to be killed."""
     episode.chat(episode.messages, max_tokens=1)
     for number in range(first):
-        try:
-            file = os.open(f"{directory}/{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        except FileExistsError:
-            continue
-        os.write(file, f"{os.getpid()}\n".encode())
-        os.close(file)
-        time.sleep(600)
+        if is_first(f"{directory}/{number}"):
+            time.sleep(600)
     return 1.0
 
 
@@ -82,37 +87,26 @@ def ends_its_process(episode: Episode) -> None:
 
 def hangs_once(episode: Episode, *, file: str) -> float:
     episode.chat(episode.messages, max_tokens=1)
-    try:
-        with Path(file).open("x") as created:
-            created.write(str(os.getpid()))
-    except FileExistsError:
-        return float(os.getpid())
-    time.sleep(600)
-    return 0.0
+    if is_first(file):
+        time.sleep(600)
+    return float(os.getpid())
 
 
 def holds_the_gil_once(episode: Episode, *, file: str) -> float:
     """With a process of its own, which has left its group."""
     episode.chat(episode.messages, max_tokens=1)
-    try:
-        with Path(file).open("x") as created:
-            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            created.write(f"{os.getpid()} {child.pid}")
-    except FileExistsError:
-        return float(os.getpid())
-    ctypes.PyDLL(None).sleep(600)
-    return 0.0
+    if is_first(file):
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        Path(file).write_text(f"{os.getpid()} {child.pid}")
+        ctypes.PyDLL(None).sleep(600)
+    return float(os.getpid())
 
 
 async def waits_once(episode: Episode, *, file: str) -> float:
     await episode.chat_async(episode.messages, max_tokens=1)
-    try:
-        with Path(file).open("x") as created:
-            created.write(str(os.getpid()))
-    except FileExistsError:
-        return float(os.getpid())
-    await asyncio.sleep(600)
-    return 0.0
+    if is_first(file):
+        await asyncio.sleep(600)
+    return float(os.getpid())
 
 
 def white_twice_black_once(episode: Episode) -> dict[str, object]:

@@ -34,7 +34,7 @@ ERNIE = {
 }
 
 
-def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
+def test_ranks_that_hold_nothing_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
     # One expert: its router's single row, 64 elements, lies on both ranks; of the value and key norms there is less.
     fields = {**tiny_fields("qwen3-moe"), "num_experts": 1, "num_experts_per_tok": 1}
     setup, checkpoint = Setup(backend="deepspeed", model="", fields=fields), Checkpoint(begin(tmp_path, 2), 2)
@@ -93,7 +93,7 @@ def test_a_model_shares_the_ranks_group_and_leaves_nothing_behind(
     assert rank_pool.run(ranks.left_behind, setup) == [nothing] * 2
 
 
-def test_a_model_is_let_go_also_where_a_save_has_failed(runs: Runs, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_model_is_let_go_though_a_save_failed(runs: Runs, rank_pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     setup = runs.setup("deepspeed", "qwen3")
     for said, policy, group in rank_pool.run(ranks.after_a_save_that_failed, setup, str(tmp_path / "file")):

@@ -13,6 +13,6 @@ ZERO3 = ("deepspeed", {"stage": 3}, 2)
 FSDP = ("fsdp", {}, 2)
 
 
-def test_a_run_that_moves_every_two_steps_follows_one_that_stays(runs: Runs, tmp_path: Path) -> None:
+def test_a_run_that_moves_often_follows_one_that_stays(runs: Runs, tmp_path: Path) -> None:
     places: list[Place] = [ZERO1, ZERO3, FSDP, ZERO2]
     assert_moving_follows_staying(runs, tmp_path, "qwen3-moe", places)

@@ -18,9 +18,7 @@ ZERO3: Place = ("deepspeed", {"stage": 3}, 2)
 
 
 @pytest.mark.parametrize("place", [FSDP, ZERO3])
-def test_adapters_of_a_model_that_reads_pictures_follow_the_plain_backend(
-    runs: Runs, tmp_path: Path, place: Place
-) -> None:
+def test_adapters_of_a_model_with_pictures_follow_the_plain_backend(runs: Runs, tmp_path: Path, place: Place) -> None:
     lora = LoraConfig(rank=4, alpha=8.0).settled({})
     family_runs = Runs(runs.rank_sets, {"mistral3": write_pictures("mistral3", tmp_path / "model")})
     backend, options, ranks = place

@@ -32,7 +32,7 @@ def on_one_rank(runs: Runs, function: Any, setup: Setup, *args: Any, **more: Any
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_with_offload_the_last_backward_pass_brings_gradients_to_the_host(runs: Runs, stage: int) -> None:
+def test_with_offload_the_last_pass_brings_gradients_to_the_host(runs: Runs, stage: int) -> None:
     setup = evolve(runs.setup("deepspeed", "qwen3"), options={"stage": stage, "offload": "optimizer"})
     for of_the_step, before_it in on_one_rank(runs, ranks.norms_before_stepping, setup):
         assert before_it == pytest.approx(of_the_step, rel=GRAD_NORM.relative)
@@ -41,7 +41,7 @@ def test_with_offload_the_last_backward_pass_brings_gradients_to_the_host(runs: 
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("skip", SKIPS, ids=str)
 @pytest.mark.parametrize("options", SUMS, ids=str)
-def test_a_layer_without_a_part_in_some_micro_batch_trains_as_in_plain(
+def test_a_layer_that_some_micro_batch_skips_trains_as_plain(
     runs: Runs, options: Mapping[str, Any], skip: Skip, apart: bool
 ) -> None:
     setup = runs.setup("deepspeed", "qwen3")
@@ -72,7 +72,7 @@ def test_deepspeed_would_apply_the_step_before_again(runs: Runs, options: Mappin
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_deepspeed_would_add_the_gradients_of_a_skipped_step_to_the_next(runs: Runs, stage: int) -> None:
+def test_deepspeed_would_keep_the_gradients_of_a_skipped_step(runs: Runs, stage: int) -> None:
     # When this fails DeepSpeed drops them, and state.drop_skipped_gradients can go.
     half = in_bfloat16(runs, {"stage": stage, "offload": "optimizer"})
     assert on_one_rank(runs, ranks.skip_and_keep, half) == float("inf")

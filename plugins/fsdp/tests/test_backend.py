@@ -17,7 +17,7 @@ from corerl_testing.suite import CHECKS
 from plugins.fsdp.tests import ranks
 
 
-def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
+def test_ranks_that_hold_nothing_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
     # One expert: its router and its matrices have a single row, which lies on rank 0.
     fields = {**tiny_fields("qwen3-moe"), "num_experts": 1, "num_experts_per_tok": 1}
     setup, checkpoint = Setup(backend="fsdp", model="", fields=fields), Checkpoint(begin(tmp_path, 2), 2)
@@ -54,9 +54,7 @@ def test_nothing_stays_gathered_after_a_pass(runs: Runs, rank_pool: RankPool, re
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot be told that a pass raised")
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_pass_that_raised_leaves_no_weights_of_its_own_to_the_next(
-    runs: Runs, rank_pool: RankPool, reshard: bool
-) -> None:
+def test_a_pass_that_raised_leaves_no_weights_behind(runs: Runs, rank_pool: RankPool, reshard: bool) -> None:
     setup = evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": reshard})
     found, wanted = (rank_pool.run(ranks.after_a_pass, setup, raises) for raises in (True, False))
     for (after_error, noted), (logprobs, _) in zip(found, wanted, strict=True):
@@ -64,7 +62,7 @@ def test_a_pass_that_raised_leaves_no_weights_of_its_own_to_the_next(
         assert noted == 0  # or a role without backward passes would note more and more
 
 
-def test_a_rank_that_sends_nothing_has_no_memory_for_all_adapters(runs: Runs, rank_pool: RankPool) -> None:
+def test_a_rank_that_sends_nothing_holds_not_all_adapters(runs: Runs, rank_pool: RankPool) -> None:
     lora = LoraConfig(rank=64).settled({})
     setup = evolve(runs.setup("fsdp", "qwen3"), lora=lora, weights=WeightsConfig(bucket_bytes=2**14))
     (sender, its_part), (largest, part) = rank_pool.run(ranks.largest_of_an_update, setup)
@@ -89,7 +87,7 @@ def test_a_rank_that_sends_nothing_has_no_memory_for_all_adapters(runs: Runs, ra
         ),
     ],
 )
-def test_a_rank_that_holds_the_whole_model_for_a_moment_is_seen(
+def test_a_rank_that_holds_the_whole_model_is_seen(
     runs: Runs, tmp_path: Path, fault: type, check: str, arguments: dict[str, str], said: str
 ) -> None:
     name = f"{fault.__module__}:{fault.__name__}.spec"

@@ -38,7 +38,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         ((2, 2), [_StridedShard(0, split_factor=2), Shard(1)], (8, 6)),
     ],
 )
-def test_boxes_of_a_sharded_tensor_are_where_torch_puts_its_values(
+def test_boxes_of_a_shard_are_where_torch_puts_values(
     mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
 ) -> None:
     full = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -64,7 +64,7 @@ def test_boxes_of_a_sharded_tensor_are_where_torch_puts_its_values(
     assert torch.equal(copies, torch.full(shape, replicas))
 
 
-def test_a_plain_tensor_is_one_box_and_a_partial_sum_none() -> None:
+def test_a_plain_tensor_is_one_box_a_partial_none() -> None:
     ((offsets, sizes, view),) = dtensor_boxes(torch.nn.Parameter(torch.ones(2, 3)))
     assert (offsets, sizes, view.requires_grad) == ((0, 0), (2, 3), False)
     with rank_of(0, 2):

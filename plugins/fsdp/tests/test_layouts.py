@@ -26,7 +26,7 @@ def setup_of(backend: str, model: Path, **train_fields: Any) -> Setup:
     ("model_type", "layout"),
     [("gemma2", "whole"), ("gpt_oss", "packed"), ("qwen3_5_text", "packed"), ("bloom", "whole")],
 )
-def test_a_model_with_windows_caps_sinks_states_or_distances_follows_the_plain_backend(
+def test_every_kind_of_attention_follows_the_plain_backend(
     runs: Runs, tmp_path: Path, model_type: str, layout: str
 ) -> None:
     drawn_model(smallest_config(model_type)).save_pretrained(tmp_path)
@@ -43,7 +43,7 @@ def test_padding_of_the_vocabulary_is_left_out(runs: Runs, tmp_path: Path, model
     assert_follows(found, runs.train(1, evolve(setup_of("plain", tmp_path), vocabulary=97), STEPS))
 
 
-def test_compiled_layers_are_refused_for_a_whole_model_by_the_spec_and_by_the_rank(runs: Runs) -> None:
+def test_compiled_layers_are_refused_for_a_whole_model(runs: Runs) -> None:
     options, asked = FsdpConfig(compile=True), ClusterInfo(device="cpu", ranks=2, train=TrainConfig(layout="whole"))
     text = (
         "true with train.layout='whole', whose layers are transformers' own code, is not supported; set it to false, "

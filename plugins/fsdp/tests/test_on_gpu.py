@@ -144,7 +144,7 @@ RAGGED = [[4096] * 6, [700, 3, 50], [2], [300] * 40, [31], [4095], [4096, 7], [6
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.11 asks for it while it traces
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_layers_are_compiled_once_to_train_and_once_to_pass_whatever_the_lengths(kind: str) -> None:
+def test_layers_are_compiled_once_for_each_kind_of_pass(kind: str) -> None:
     fields = {**tiny_fields(kind), **SIZES, "max_position_embeddings": 4096}
     setup = Setup(backend="fsdp", model="", fields=fields)
     setup = evolve(setup, train=evolve(setup.train, precision="bfloat16", tokens_per_micro_batch=6 * 4096))

@@ -24,7 +24,7 @@ def test_nothing_is_amiss_where_these_tests_run() -> None:
     assert amiss() == []
 
 
-def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
+def test_the_oldest_torch_is_what_the_package_asks_for() -> None:
     dependencies = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
     assert f"torch>={'.'.join(map(str, OLDEST))}" in dependencies
 
@@ -36,7 +36,7 @@ def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
         ("3.0.0a0+git", Level.WARNING, "python -m pip install --upgrade corerl-fsdp"),
     ],
 )
-def test_a_torch_that_is_too_old_or_untried_comes_with_what_mends_it(
+def test_another_torch_comes_with_what_mends_it(
     version: str, level: Level, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
@@ -49,10 +49,8 @@ def test_what_ranks_meet_through_must_be_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert [finding.what for finding in amiss()] == [
-        "torch.distributed has no gloo",
-        "torch sees CUDA devices, but torch.distributed has no NCCL",
-    ]
+    without = ["torch.distributed has no gloo", "torch sees CUDA devices, but torch.distributed has no NCCL"]
+    assert [finding.what for finding in amiss()] == without
     monkeypatch.setattr(dist, "is_available", lambda: False)
     (finding,) = amiss()
     assert finding.what.endswith(" was built without torch.distributed")

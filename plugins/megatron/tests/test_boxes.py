@@ -88,7 +88,7 @@ def test_one_that_does_more_is_refused_with_the_reason(function: Any, reason: st
     assert raised.value.message.startswith(reason)
 
 
-def test_rows_that_are_moved_each_in_its_own_way_are_refused() -> None:
+def test_rows_that_move_in_different_ways_are_refused() -> None:
     def turned(tensors: Mapping[str, Tensor]) -> Tensor:
         return torch.stack([tensors["gate"][0], tensors["gate"][1].flip(0)])
 

@@ -49,7 +49,7 @@ SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
     ],
     ids=["one rank", "tp2", "tp2 ep2", "pp2, tied"],
 )
-def test_a_model_of_the_bridge_is_that_of_the_table_to_the_last_bit(
+def test_a_model_of_the_bridge_equals_the_tables(
     runs: Runs, world_size: int, options: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     samples = make_samples(7)
@@ -109,9 +109,7 @@ ROUTER = f"{LAYER}.mlp.router.weight"
         ({"mappings": {**MAPPINGS, ROUTER: Broken(f"{HF}.mlp.gate.weight")}}, "read (KeyError: 'q_lora_rank')"),
     ],
 )
-def test_what_is_no_box_of_a_tensor_is_refused_with_the_tensor(
-    runs: Runs, played: dict[str, Any], message: str
-) -> None:
+def test_what_is_no_box_is_refused_with_its_tensor(runs: Runs, played: dict[str, Any], message: str) -> None:
     assert message in refused(runs.rank_sets[1], **played)
 
 
@@ -128,7 +126,7 @@ def test_families_and_losses_that_it_lacks_are_refused(runs: Runs) -> None:
     )
 
 
-def test_a_bridge_that_cannot_be_imported_is_told_with_what_to_install(runs: Runs) -> None:
+def test_a_missing_bridge_is_told_with_what_to_install(runs: Runs) -> None:
     setup = Setup(backend="megatron", model="", fields=FIELDS, options={"bridge": True})
     with mock.patch.dict(sys.modules, {"megatron.bridge": None}):
         found = runs.rank_sets[1].run(lambda: error_of(lambda: start(setup)))

@@ -38,7 +38,7 @@ EP1 = ("megatron", {}, 1)
     ],
     ids=["tp2 pp2 fsdp tp2", "dp2 vpp2 plain cp2", "ep2 ep1 fsdp ep2"],
 )
-def test_a_run_that_moves_every_two_steps_follows_one_that_stays(
+def test_a_run_that_moves_often_follows_one_that_stays(
     runs: Runs, tmp_path: Path, kind: str, places: list[Place]
 ) -> None:
     assert_moving_follows_staying(runs, tmp_path, kind, places)
@@ -64,7 +64,7 @@ def test_megatrons_own_checkpoint_holds_what_ours_does(
     assert different(native, portable, list(portable)) == []
 
 
-def test_megatrons_own_checkpoint_on_a_full_disk_is_a_failed_save_in_one_line(runs: Runs, tmp_path: Path) -> None:
+def test_megatrons_checkpoint_on_a_full_disk_fails_in_one_line(runs: Runs, tmp_path: Path) -> None:
     backend, options, ranks = TP2
     setup = evolve(runs.setup(backend, "qwen3-tied"), options=options)
     said = runs.rank_sets[ranks].run(native_save_on_a_full_disk, setup, str(tmp_path / "own"))
@@ -75,9 +75,7 @@ def test_megatrons_own_checkpoint_on_a_full_disk_is_a_failed_save_in_one_line(ru
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_no_rank_waits_to_write_megatrons_own_checkpoint_for_one_that_has_failed(
-    runs: Runs, tmp_path: Path, alone: int
-) -> None:
+def test_no_rank_waits_to_save_for_one_that_failed(runs: Runs, tmp_path: Path, alone: int) -> None:
     setup = evolve(runs.setup("megatron", "qwen3-tied"), options={"native_checkpoint": True})
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "megatron").touch()  # where the first rank is to make a directory

@@ -8,7 +8,7 @@ from corerl_testing import RankPool, Runs
 from plugins.megatron.tests import ranks
 
 
-def test_a_rank_without_memory_says_what_it_holds_without_the_others(runs: Runs, rank_pool: RankPool) -> None:
+def test_a_rank_without_memory_says_alone_what_it_holds(runs: Runs, rank_pool: RankPool) -> None:
     setup = evolve(
         runs.setup("megatron", "qwen3"),
         options={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": 4096},

@@ -80,9 +80,7 @@ def drawn(model_type: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_log_probs_are_those_of_transformers_and_weights_those_of_the_files(
-    runs: Runs, tmp_path: Path, model_type: str
-) -> None:
+def test_log_probs_are_transformers_and_weights_the_files(runs: Runs, tmp_path: Path, model_type: str) -> None:
     family = Runs(runs.rank_sets, {model_type: drawn(model_type, tmp_path)})
     at_start = family.train(1, family.setup("megatron", model_type), []).at_start
     loaded = {**at_start["master"], **at_start.get("buffer", {})}

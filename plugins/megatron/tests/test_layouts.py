@@ -106,7 +106,7 @@ def test_experts_on_two_ranks_train_as_the_plain_backend_does(runs: Runs, layout
     assert_trains_as_plain(runs, 2, "qwen3-moe", EXPERTS[layout])
 
 
-def test_experts_that_are_cut_and_spread_train_as_the_plain_backend_does(runs_of_four: Runs) -> None:
+def test_experts_that_are_cut_and_spread_train_as_plain(runs_of_four: Runs) -> None:
     assert_trains_as_plain(
         runs_of_four, 4, "qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
     )
@@ -119,7 +119,7 @@ def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: 
 
 @pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
 @pytest.mark.parametrize("layout", ["cp2", "tp2 sp", "pp2 vpp2"])
-def test_the_ratio_of_a_whole_sample_is_the_same_where_ranks_share_it(runs: Runs, layout: str, loss: str) -> None:
+def test_ranks_that_share_a_sample_have_its_whole_ratio(runs: Runs, layout: str, loss: str) -> None:
     options = {**TWO, "cp2": {"context_parallel": 2}}[layout]
     kind = kind_for("qwen3-tied", options)
     clipping = LossSpec(name=f"corerl_algorithms.gspo:{loss}", params={"clip_low": 0.02, "clip_high": 0.02})
@@ -144,7 +144,7 @@ def test_a_stage_without_experts_trains_beside_one_that_has_some(runs_of_four: R
 
 
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2"])
-def test_a_critic_on_two_ranks_trains_as_the_plain_one_does(runs: Runs, layout: str) -> None:
+def test_a_critic_on_two_ranks_trains_as_plain(runs: Runs, layout: str) -> None:
     assert_trains_as_plain(runs, 2, "qwen3", {**TWO, "cp2": {"context_parallel": 2}}[layout], value_head=True)
 
 

@@ -121,11 +121,10 @@ def assert_trains_as(found: Trained, wanted: Trained, setup: Setup) -> None:
 
 
 def apart(found: Tensors, wanted: Tensors) -> list[str]:
-    return [
-        name
-        for name, values in wanted.items()
-        if np.linalg.norm(found[name] - values) > OF_ONE * np.linalg.norm(values)
-    ]
+    def near(name: str) -> bool:
+        return bool(np.linalg.norm(found[name] - wanted[name]) <= OF_ONE * np.linalg.norm(wanted[name]))
+
+    return [name for name in wanted if not near(name)]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
@@ -185,13 +184,11 @@ def test_every_linear_layer_of_a_family_can_have_an_adapter(runs: Runs, tmp_path
     assert sorted(linear_layers(architecture(config.to_dict(), value_head=False))) == sorted(targets)
     (state,) = runs.rank_sets[1].run(ranks.at_start, Setup(backend="megatron", model=directory, lora=ADAPTERS))
     found = {box.name: box.shape for box in state["master"]}
-    assert found == {
-        name: shape
-        for layer, module in targets.items()
-        for name, shape in zip(
-            adapters_of(f"{layer}.weight"), [(4, module.in_features), (module.out_features, 4)], strict=True
-        )
-    }
+    wanted = {}
+    for layer, module in targets.items():
+        a, b = adapters_of(f"{layer}.weight")
+        wanted |= {a: (4, module.in_features), b: (module.out_features, 4)}
+    assert found == wanted
 
 
 @frozen(kw_only=True)
@@ -203,7 +200,7 @@ class WithAdapters(Subject):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "pp2"])
-def test_engines_get_the_weights_with_the_product_of_the_adapters_added(runs: Runs, layout: str) -> None:
+def test_engines_get_weights_with_the_adapters_product_added(runs: Runs, layout: str) -> None:
     setup = set_up(runs, "qwen3-tied", LAYOUTS[layout][1])
     reports = runs.rank_sets[2].run(updates.push_weights, setup, False)
     received = {name: values for each in reports for name, values in each.tensors.items()}
@@ -231,18 +228,12 @@ def test_ranks_hold_beside_adapters_what_the_spec_predicts(runs: Runs, tmp_path:
 REFUSED = {
     "bridge": ({"bridge": True}, "bridge", "true, but low-rank adapters ([lora]) are only put beside the layers of"),
     "fp8": ({"fp8": "e4m3"}, "fp8", "'e4m3', but low-rank adapters ([lora]) have not been tried beside products in 8"),
-    "native": (
-        {"native_checkpoint": True},
-        "native_checkpoint",
-        "true, but megatron-core's own checkpoint has no place for low-rank adapters ([lora]); set it to false",
-    ),
+    "native": ({"native_checkpoint": True}, "native_checkpoint", "true, but megatron-core's own checkpoint has no "),
 }
 
 
 @pytest.mark.parametrize(("options", "name", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_adapters_cannot_be_trained_with_is_refused_before_a_device_is_taken(
-    options: dict[str, Any], name: str, text: str
-) -> None:
+def test_what_adapters_exclude_is_refused_before_the_start(options: dict[str, Any], name: str, text: str) -> None:
     def told(lora: LoraConfig | None) -> list[str]:
         cluster = ClusterInfo(device="cuda", ranks=1, model=tiny_config("qwen3").to_dict(), lora=lora)
         return [f"{problem.path}: {problem.text}" for problem in check(MegatronConfig(**options), cluster)]
@@ -252,7 +243,7 @@ def test_what_adapters_cannot_be_trained_with_is_refused_before_a_device_is_take
 
 
 @pytest.mark.parametrize("target", ["model.layers.0.mlp.gate", "model.layers.1.mlp.experts.3.up_proj"])
-def test_a_target_that_is_no_layer_of_megatron_cores_is_refused(runs: Runs, target: str) -> None:
+def test_a_target_that_is_no_layer_is_refused(runs: Runs, target: str) -> None:
     with pytest.raises(RankFailed, match="Unsupported") as raised:
         runs.rank_sets[2].run(ranks.start_with_targets, set_up(runs, "qwen3-moe", PP2), [f"{target}.weight"])
     assert f"this backend cannot give {target}.weight adapters: they are no layers by themselves" in str(raised.value)

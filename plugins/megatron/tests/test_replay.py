@@ -74,7 +74,7 @@ def test_so_it_does_with_routers_that_choose_by_a_bias(runs: Runs, layout: str) 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 1]}], ids=["every other", "two"])
-def test_layers_without_experts_are_passed_over_and_stages_without_them_too(
+def test_layers_and_stages_without_experts_are_passed_over(
     runs: Runs, tmp_path: Path, dense: Mapping[str, Any], ranks: int
 ) -> None:
     fields = {**tiny_fields("qwen3-moe-deep"), **dense}
@@ -87,7 +87,7 @@ def test_layers_without_experts_are_passed_over_and_stages_without_them_too(
 
 
 @pytest.mark.parametrize(("layout", "recompute"), [("1", "full"), ("pp2", "none"), ("ep2", "none")])
-def test_what_routers_choose_by_themselves_is_replayed_to_the_last_bit(runs: Runs, layout: str, recompute: str) -> None:
+def test_what_routers_choose_is_replayed_to_the_last_bit(runs: Runs, layout: str, recompute: str) -> None:
     ranks, options = LAYOUTS[layout]
     setup, samples = setup_of(runs, options, recompute), make_samples(7, samples=13)
     own = through_experts(runs.models["qwen3-moe"], samples, token_mean(samples)).experts

@@ -18,14 +18,8 @@ from corerl_testing.scenarios import training
 from plugins.megatron.tests import ranks
 
 LENGTH = 400
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, **FACTORS}
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}])

@@ -21,11 +21,8 @@ from plugins.megatron.tests import ranks
 from plugins.megatron.tests.test_families import drawn
 
 LENGTHS = (12, 4, 20, 8)  # multiples of 2 x 2, as two context-parallel ranks want them
-LATENT = next(
-    name
-    for name in ("mla_rotary_interleaved", "multi_latent_attention")
-    if name in inspect.signature(BY_SEQUENCE).parameters
-)
+NAMES = ("mla_rotary_interleaved", "multi_latent_attention")
+LATENT = next(name for name in NAMES if name in inspect.signature(BY_SEQUENCE).parameters)
 
 
 def packed(lengths: tuple[int, ...] = LENGTHS, *, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Any]:
@@ -81,7 +78,7 @@ def test_in_bfloat16_one_call_rounds_as_megatron_core_does() -> None:
     assert (found == wanted).float().mean() > 0.99
 
 
-def test_layers_that_turn_alike_share_tables_and_so_do_recomputed_ones() -> None:
+def test_layers_that_turn_alike_share_tables() -> None:
     bounds, _ = packed()
     freqs = angles(max(LENGTHS), 16)
     tables = bounds.turns.tables  # type: ignore[attr-defined]
@@ -129,7 +126,7 @@ def test_megatron_core_still_turns_one_sequence_after_the_other() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "youtu"])  # two ropes; latent attention
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_step_of_many_short_samples_has_as_many_operations_as_one_of_few_long_ones(
+def test_many_short_samples_take_as_many_operations_as_few(
     runs: Runs, tmp_path: Path, model_type: str, recompute: str
 ) -> None:
     family = Runs(runs.rank_sets, {model_type: drawn(model_type, tmp_path)})

@@ -31,7 +31,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return found
 
 
-def test_a_run_is_the_same_with_one_line_of_config_changed(steps: dict[str, list[dict[str, float]]]) -> None:
+def test_a_run_differs_by_one_line_of_config(steps: dict[str, list[dict[str, float]]]) -> None:
     wanted, found = steps["plain"], steps["streamed"]
     assert len(wanted) == len(found) == 3
     for mine, others in zip(found, wanted, strict=True):

@@ -36,9 +36,7 @@ def send(setup: Setup, address: Address) -> tuple[list[UpdateResult], list[str],
         return results, sorted(key for key in passed if "broadcast" not in key), state_of(worker)
 
 
-def test_each_stage_sends_its_own_tensors_to_a_receiver_that_takes_all(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_stage_sends_its_own_tensors(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     setup = evolve(
         runs.setup("megatron", "qwen3"),

@@ -40,7 +40,7 @@ def told(
     return {each.path: f"{each.text}; {each.price}; {each.instead}" for each in found}
 
 
-def test_a_machine_without_transformer_engine_is_told_but_not_for_others(installed: bool) -> None:
+def test_only_a_machine_without_transformer_engine_is_told(installed: bool) -> None:
     line = f"layers are plain torch, because TransformerEngine is not installed; {WITHOUT_ENGINE}; {INSTALL}"
     assert told() == ({} if installed else {"transformer": line})
     assert told(cluster=evolve(GPU, elsewhere=True)) == {}

@@ -3,8 +3,9 @@ wrap, in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -43,6 +44,16 @@ def host(run_dir: Path, device: str = "cpu", **extensions: object) -> PluginHost
     made = PluginHost(PlainBackend(), name="plain", extensions=list(extensions.items()), context=context)
     made.init(config, context)
     return made
+
+
+def failing(hook: str) -> SimpleNamespace:
+    """An extension that raises in this hook behind the backend."""
+
+    def fails() -> Iterator[None]:
+        yield
+        raise ValueError("out of luck")
+
+    return SimpleNamespace(**{hook: fails})
 
 
 def train(run: PluginHost, batch: PackedBatch, step: Step) -> StepResult:

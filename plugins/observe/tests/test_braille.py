@@ -9,7 +9,7 @@ def characters(lines: list[Line], *, width: int, height: int) -> list[str]:
     return ["".join(c for c, _ in row) for row in draw(lines, width=width, height=height).rows]
 
 
-def test_a_rising_line_climbs_from_the_lower_left_to_the_upper_right_dot() -> None:
+def test_a_rising_line_climbs_to_the_upper_right_dot() -> None:
     plot = draw([Line([0, 1], [0.0, 1.0], "red")], width=2, height=1)
     # Dots by column 0..3, counted from the top: rows 3, 2, 1, 0.
     assert plot.rows == [[(chr(0x2800 + 0x40 + 0x20), "red"), (chr(0x2800 + 0x02 + 0x08), "red")]]

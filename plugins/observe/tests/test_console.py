@@ -23,12 +23,11 @@ class Tty(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stream", "term", "lines"), [(Tty(), "xterm", 0), (Tty(), "dumb", 1), (io.StringIO(), "xterm", 1)]
-)
-def test_an_able_terminal_gets_the_live_display_in_place_of_lines(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, term: str, lines: int
+@pytest.mark.parametrize(("kind", "term", "lines"), [(Tty, "xterm", 0), (Tty, "dumb", 1), (io.StringIO, "xterm", 1)])
+def test_an_able_terminal_gets_the_live_display(
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO], term: str, lines: int
 ) -> None:
+    stream = kind()
     monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(sys, "stdout", stream)
     shows = Console(options=ConsoleOptions(), run_dir="runs/small")
@@ -121,7 +120,7 @@ def test_slow_steps_have_a_line_at_least_every_twenty_seconds() -> None:
     assert told(30.0) == list(range(1, 13))
 
 
-def test_scores_of_sets_and_of_several_samples_have_a_line_and_are_in_the_summary() -> None:
+def test_scores_of_sets_and_several_samples_are_told() -> None:
     told = {"eval/reward": 0.5, "eval/pass@1": 0.25, "eval/pass@2": 0.375, "eval/pass@8": 0.75, "eval/majority@8": 0.5}
     told |= {"eval/aime/reward": 0.125, "eval/aime/pass@1": 0.0625, "eval/aime/reward/style": 2.0}
     alone = {"eval/aime/reward": 0.25}
@@ -137,7 +136,7 @@ def test_scores_of_sets_and_of_several_samples_have_a_line_and_are_in_the_summar
     assert not any("style" in line or "pass@2" in line for line in summary)
 
 
-def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it_is() -> None:
+def test_a_long_phase_says_every_twenty_seconds_how_far() -> None:
     clock, stream = Clock(), io.StringIO()
     view = PlainView(RunState(clock), stream, every=1)
 
@@ -190,28 +189,21 @@ def finished(*events: Event) -> list[str]:
     return printed[printed.index("interrupted after 1 of 4 steps, 0:05") + 2 :]
 
 
-def test_answers_of_weights_that_the_run_has_trained_since_are_told_with_their_step() -> None:
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)))
+def test_a_run_that_ended_after_its_first_step_says_so() -> None:
+    """And of which step's weights its answers are."""
+    first, second = (StepFinished(step=step, metrics=metrics(step)) for step in range(2))
+    told = finished(evaluated(0), first)
+    assert told[:3] == [f"{'first step':>32}", f"{'reward':27}0.100", f"{'held-out reward':27}0.000"]
     assert told[-2:] == [
         "prompt              expected          at step 0   reward",
         "35018>              01358                     9    0.000",
     ]
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)), evaluated(1))
-    assert told[-2] == "prompt              expected             answer   reward"
+    assert finished(evaluated(0), first, second)[2] == f"{'held-out reward':27}0.000         -"  # heard once
+    answers = finished(evaluated(0), first, evaluated(1))
+    assert answers[-2] == "prompt              expected             answer   reward"
 
 
-def test_a_run_that_ended_after_its_first_step_says_so() -> None:
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)))
-    assert told[:3] == [
-        "                      first step",
-        "reward                     0.100",
-        "held-out reward            0.000",
-    ]
-    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)), StepFinished(step=1, metrics=metrics(1)))
-    assert told[2] == "held-out reward            0.000         -"  # heard once
-
-
-def test_what_ranks_and_engines_waited_for_is_told_in_percent_of_all_steps() -> None:
+def test_what_was_waited_for_is_told_in_percent() -> None:
     """Of 16 s: a cause that is not in a step's metrics took no time in it, and what is below half a percent is left
     out."""
     first = {"time/step": 10.0, "idle/ranks/total": 4.0, "idle/ranks/samples": 3.2, "idle/ranks/driver": 0.8}
@@ -261,7 +253,7 @@ def test_the_files_of_pictures_stand_below_their_prompts() -> None:
     ]
 
 
-def test_the_end_of_a_chat_is_shown_and_the_means_of_several_steps_are_compared() -> None:
+def test_the_end_of_a_chat_and_means_are_shown() -> None:
     chat = "system: Add.\nuser: 1+1?\nassistant: 2\nuser: 3+4?"
     answers = (SampleShown(prompt=chat, response="7", answer="7", reward=1.0),)
     many = [StepFinished(step=step, metrics={"rollout/reward": float(step % 2)}) for step in range(40)]

@@ -22,6 +22,15 @@ def extension(run_dir: Path, *, every: int = 0) -> Curves:
     return Curves(options=CurvesOptions(every=every), run_dir=str(run_dir))
 
 
+def observed(run_dir: Path, *events: Event, ends: str = "finished") -> bytes:
+    """The picture of a run of these events."""
+    curves = extension(run_dir)
+    for event in events:
+        curves.observe(event)
+    curves.shutdown(ends)
+    return (run_dir / "curves.png").read_bytes()
+
+
 def record(run_dir: Path, *events: Event) -> None:
     """Append to metrics.jsonl what an earlier run has left there."""
     run_dir.mkdir(exist_ok=True)
@@ -74,29 +83,18 @@ def test_it_is_drawn_every_few_steps_and_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_still_drawn(tmp_path: Path) -> None:
-    curves = extension(tmp_path)
-    for event in [started(str(tmp_path)), *steps(0, 1)]:
-        curves.observe(event)
-    curves.shutdown("failed")
-    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+    assert observed(tmp_path, started(str(tmp_path)), *steps(0, 1), ends="failed").startswith(PNG)
 
 
-def test_a_resumed_run_draws_the_picture_of_one_that_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_picture(tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    curves = extension(straight)
-    for event in [started(str(straight)), *steps(0, 4)]:
-        curves.observe(event)
-    curves.shutdown("finished")
-
+    straight.mkdir()
     record(broken, *steps(0, 3))
-    curves = extension(broken)
-    for event in [started(str(broken), first_step=2), *steps(2, 4)]:
-        curves.observe(event)
-    curves.shutdown("finished")
-    assert (broken / "curves.png").read_bytes() == (straight / "curves.png").read_bytes()
+    resumed = observed(broken, started(str(broken), first_step=2), *steps(2, 4))
+    assert resumed == observed(straight, started(str(straight)), *steps(0, 4))
 
 
-def test_scores_of_several_weights_are_one_line_whatever_was_scored_first(tmp_path: Path) -> None:
+def test_scores_of_several_weights_are_one_line(tmp_path: Path) -> None:
     drawn = []
     for step in (4, 2):
         curves = extension(tmp_path)
@@ -107,7 +105,7 @@ def test_scores_of_several_weights_are_one_line_whatever_was_scored_first(tmp_pa
     assert drawn == ([2, 4], [0.25, 0.5])
 
 
-def test_the_moving_average_is_centred_and_leaves_out_what_is_not_finite() -> None:
+def test_the_moving_average_is_centred_over_finite_values() -> None:
     values = [float(step) for step in range(60)]  # 60 steps: three neighbors on each side
     values[30] = math.nan
     expected = [np.nanmean(values[max(0, i - 3) : i + 4]) for i in range(60)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plugins.observe.tests.traces import Events, Slice, arrows, check, read, slices
+from plugins.observe.tests.traces import Events, arrows, check, read, slices
 from tests.end_to_end.command import Command, metrics, write_small
 
 pytestmark = pytest.mark.processes
@@ -43,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_each_ranks_memory_is_told_call_by_call_and_the_largest_peak_is_a_metric(run_dir: Path) -> None:
+def test_memory_is_told_by_call_its_peak_a_metric(run_dir: Path) -> None:
     told = [lines(run_dir / f"memory/actor-{rank}.jsonl") for rank in range(RANKS)]
     for records in told:
         assert [each["hook"] for each in records].count("init") == 2  # of both runs
@@ -51,10 +51,8 @@ def test_each_ranks_memory_is_told_call_by_call_and_the_largest_peak_is_a_metric
         assert [each["hook"] for each in halves] == HALVES * (2 * STEPS)
         assert [each["optimizer_step"] for each in halves[1::2]] == list(range(2 * STEPS))
         assert all(each["peak_bytes"] >= each["held_bytes"] > 2**20 for each in records)
-    peaks = [
-        max(each["peak_bytes"] for each in ranks)
-        for ranks in zip(*[[each for each in records if each["hook"] in HALVES] for records in told], strict=True)
-    ]
+    of_ranks = [[each["peak_bytes"] for each in records if each["hook"] in HALVES] for records in told]
+    peaks = [*map(max, *of_ranks)]
     for line in metrics(run_dir):
         own = peaks[4 * line["step"] : 4 * line["step"] + 4]  # of two steps
         assert line["train/peak_memory_gib"] == pytest.approx(max(own) / 2**30)
@@ -84,19 +82,13 @@ def test_every_process_is_drawn_and_every_arrow_has_both_ends(events: Events) ->
     assert len(arrows(events)) == sum(event.get("cat") == "call" for event in events)
 
 
-def test_each_optimizer_step_lies_in_a_train_phase_of_the_driver(events: Events) -> None:
+def test_each_optimizer_step_lies_in_a_train_phase(events: Events) -> None:
     phases = [each for each in slices(events) if each[:3] == ("driver", "phases", "train")]
-    steps = sorted((each for each in slices(events) if each[:3] == ("actor rank 0", "calls", "train")), key=begin)
+    steps = sorted(
+        (each for each in slices(events) if each[:3] == ("actor rank 0", "calls", "train")), key=lambda each: each.begin
+    )
     assert (len(phases), len(steps)) == (2, 4)
-    assert [[phase.begin <= each.begin and each.end <= phase.end for phase in phases] for each in steps] == [
-        [True, False],
-        [True, False],
-        [False, True],
-        [False, True],
-    ]
+    within = [[phase.begin <= each.begin and each.end <= phase.end for phase in phases] for each in steps]
+    assert within == [[True, False]] * 2 + [[False, True]] * 2
     asked = {call.name for call, step in arrows(events) if step.name == "train"}
     assert len(asked) == 4 and all(name.startswith("train at optimizer step ") for name in asked)
-
-
-def begin(each: Slice) -> int:
-    return each.begin

@@ -15,13 +15,6 @@ from corerl_observe.run_state import RunState
 from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
 
 
-class Tty(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
 def terminal(width: int) -> Console:
     return Console(record=True, force_terminal=True, width=width, height=24, file=io.StringIO(), _environ={})
 
@@ -32,16 +25,17 @@ def screen(state: RunState, width: int = 100) -> list[str]:
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def middle(state: RunState) -> None:
+def middle() -> RunState:
+    """After three of four steps."""
+    state = RunState(clock := Clock())
     for event in [started("runs/small"), *steps(0, 3)]:
-        state.clock.now += 2.0  # type: ignore[attr-defined]
+        clock.now += 2.0
         state.update(event)
+    return state
 
 
 def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
-    state = RunState(Clock())
-    middle(state)
-    lines = screen(state)
+    lines = screen(middle())
     text = "\n".join(lines)
     assert lines[0].split("  ")[0] == "qwen3 on plain, fake engine" and lines[0].endswith("runs/small")
     assert lines[1].startswith("3/4 steps ") and "left" in lines[1] and "rollout 2.0 s" in lines[1]
@@ -55,8 +49,7 @@ def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
 
 @pytest.mark.parametrize("width", [80, 132])
 def test_it_fits_a_terminal(width: int) -> None:
-    state = RunState(Clock())
-    middle(state)
+    state = middle()
     every_phase = {f"time/{name}": 1.0 for name in ("reward", "forward", "update_weights", "save")}
     long = [SampleShown(prompt="prompt\n" * 30, response="[bold]" * 30, answer="x" * 200, reward=0.0)] * 3
     state.update(StepFinished(step=3, metrics={**metrics(3), **every_phase}, shown=long))
@@ -67,10 +60,8 @@ def test_it_fits_a_terminal(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 33, 41, 51, 52])
-def test_where_there_is_no_room_for_a_plot_the_phases_stand_alone(width: int) -> None:
-    state = RunState(Clock())
-    middle(state)
-    text = "\n".join(screen(state, width))
+def test_without_room_for_a_plot_phases_stand_alone(width: int) -> None:
+    text = "\n".join(screen(middle(), width))
     assert ("\u2800" in text) == (width >= 52)  # a plot is mostly empty
     assert ("train           2.000" in text) == (width >= 32)
 
@@ -98,9 +89,8 @@ def test_the_display_counts_what_the_phase_counts() -> None:
         assert screen(state)[1].endswith("rollout 2.0 s 37/512 generated" if name == "rollout" else "eval 2.0 s")
 
 
-def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:
-    state = RunState(Clock())
-    middle(state)
+def test_the_summary_tells_start_end_answers_and_places() -> None:
+    state = middle()
     state.update(evaluated(STEPS))
     console = terminal(80)
     console.print(summary(state, finished("runs/small"), width=80))
@@ -115,9 +105,8 @@ def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are()
 def test_the_summary_numbers_the_prompts_whose_pictures_it_draws(tmp_path: Path) -> None:
     picture = Picture(np.full((32, 32, 3), 7, np.uint8))
     save_pictures([picture], tmp_path)
-    asked = SampleShown(
-        prompt=f"{picture!r}how dark?", response="7", answer="7", reward=1.0, pictures=[picture.id[:16]]
-    )
+    own = [picture.id[:16]]
+    asked = SampleShown(prompt=f"{picture!r}how dark?", response="7", answer="7", reward=1.0, pictures=own)
     end = evolve(finished("runs/small"), before=[evolve(asked, response="8", reward=0.0)], after=[asked])
     state = RunState(Clock())
     state.update(started(str(tmp_path)))
@@ -142,7 +131,7 @@ def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
     assert text.rstrip().endswith("runs/small/export")
 
 
-def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken() -> None:
+def test_a_path_that_does_not_fit_has_a_line() -> None:
     state, console = RunState(Clock()), terminal(80)
     view = LiveView(state, console)
     long = f"/{'a directory of mine/' * 5}run"
@@ -153,13 +142,11 @@ def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken(
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_of_a_chat_that_does_not_fit_the_end_is_shown(width: int) -> None:
-    state = RunState(Clock())
-    middle(state)
+def test_of_a_long_chat_the_end_is_shown(width: int) -> None:
+    state = middle()
     chat = "".join(f"user: {n}+{n}?\nassistant: {2 * n}\n" for n in range(50)) + "user: \u6570\u5b66 3+4?"
-    state.update(
-        StepFinished(step=3, metrics=metrics(3), shown=[SampleShown(prompt=chat, response="7", answer="", reward=1.0)])
-    )
+    shown = [SampleShown(prompt=chat, response="7", answer="", reward=1.0)]
+    state.update(StepFinished(step=3, metrics=metrics(3), shown=shown))
     (row,) = [line for line in screen(state, width) if "3+4?" in line]
     prompt, response, reward = row.split("  ")[0], *row.split()[-2:]
     assert prompt.startswith("\u2026") and prompt.endswith("user: \u6570\u5b66 3+4?")

@@ -56,7 +56,7 @@ def test_each_call_of_a_hook_leaves_its_own_peak(tmp_path: Path) -> None:
     assert shown[0].merge(shown[1]).value == max(shown[0].value, shown[1].value)  # of the rank that has the most
 
 
-def test_the_peak_of_a_step_of_several_calls_is_that_of_the_highest(tmp_path: Path) -> None:
+def test_a_steps_peak_is_that_of_its_highest_call(tmp_path: Path) -> None:
     recorder = MemoryRecorder(options=MemoryOptions(), run_dir=str(tmp_path))
     recorded = host(tmp_path, memory=recorder, wasteful=Wasteful({0: 256 * MIB}))
     shown = []
@@ -81,7 +81,7 @@ def test_a_call_that_fails_is_written_too(tmp_path: Path) -> None:
     assert [(each["hook"], "error" in each) for each in records(tmp_path)] == [("init", False), ("save", True)]
 
 
-def test_where_the_peak_cannot_be_begun_anew_it_is_said_to_be_the_processs(tmp_path: Path) -> None:
+def test_a_peak_that_cannot_be_reset_is_the_processs(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
     (tmp_path / "clear_refs").mkdir()  # cannot be written to
     meter = ResidentMeter(str(tmp_path))

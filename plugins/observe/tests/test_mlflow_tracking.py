@@ -55,16 +55,13 @@ def test_numbers_config_answers_and_the_end_are_read_back(tmp_path: Path, store:
     assert history(store, run, "eval/exact_match") == [(0, 0.0), (2, 0.25), (4, 0.5)]
     client = MlflowClient(tracking_uri=store)
     samples = [each.path for each in client.list_artifacts(run.info.run_id, "samples")]
-    assert samples == [f"samples/held-out-0000000{step}.md" for step in (0, 2, 4)] + [
-        f"samples/rollout-0000000{step}.md" for step in (0, 2)
-    ]
+    names = [*(f"held-out-{step:08}" for step in (0, 2, 4)), *(f"rollout-{step:08}" for step in (0, 2))]
+    assert samples == [f"samples/{name}.md" for name in names]
     text = Path(client.download_artifacts(run.info.run_id, samples[-1], str(tmp_path))).read_text()
     assert "| `35018>` | `01358` | `01358` | 1.000 |" in text
 
 
-def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_run_in_the_directory_does_not(
-    tmp_path: Path, store: str
-) -> None:
+def test_only_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, store: str) -> None:
     run_dir = tmp_path / "run"
     track(run_dir, [started(str(run_dir)), *steps(0, 3)], store, "failed")
     (run,) = runs(store)
@@ -83,9 +80,7 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_run_in_the_directory_do
     assert len(runs(store)) == 3
 
 
-def test_names_have_the_characters_that_are_taken_and_who_hears_no_end_is_told_the_reason(
-    tmp_path: Path, store: str
-) -> None:
+def test_names_have_allowed_characters_and_runs_an_end(tmp_path: Path, store: str) -> None:
     told = StepFinished(step=0, metrics={"reward/f:x(1)": 2.0})
     track(tmp_path / "run", [started(str(tmp_path / "run")), told], store)
     (run,) = runs(store)

@@ -16,7 +16,7 @@ from corerl.types import Metric, Output, StepResult
 from corerl_observe.nan_guard import NanGuard, in_columns, in_metrics, in_norm
 from corerl_observe.specs import NanGuardOptions
 from corerl_testing import PluginHost
-from plugins.observe.tests.hosts import LOSS, batch, host, step, train
+from plugins.observe.tests.hosts import LOSS, batch, failing, host, step, train
 
 NAN, INF = math.nan, math.inf
 
@@ -26,19 +26,23 @@ def guarded(run_dir: Path, *, inner: object | None = None, **options: Any) -> Pl
     return host(run_dir, **{"nan-guard": guard}, **({"inner": inner} if inner else {}))
 
 
-def test_a_column_is_told_with_its_sample_and_token_and_the_step(tmp_path: Path) -> None:
+def written(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "nan-guard/actor-0.jsonl").read_text().splitlines()]
+
+
+def test_a_column_is_told_with_sample_token_and_step(tmp_path: Path) -> None:
     run = guarded(tmp_path)
     assert train(run, batch(), step(6)).metrics["nonfinite"].value == 0.0
     # Tokens 9 to 14 are those of sample 2, which is packed behind sample 0.
     with pytest.raises(CorerlError) as caught:
-        train(run, batch(advantages={12: NAN, 13: INF}, old_logprobs={7: -INF}), step(7))
+        train(run, batch(advantages={12: NAN, 13: INF}, old_logprobs={4: -INF}), step(7))
     assert caught.value.message.startswith(
         "actor rank 0: optimizer_step at optimizer step 7: extension:nan-guard found a non-finite number: column "
         "advantages: nan at sample 2, token 3, and at 1 more tokens; "
     )
-    told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
+    told = written(tmp_path)
     assert {(each["optimizer_step"], each["rollout_step"]) for each in told} == {(7, 3)}
-    assert told[1]["found"] == "column old_logprobs: -inf at sample 1, token 3"
+    assert told[1]["found"] == "column old_logprobs: -inf at sample 1, token 0"
     assert any(each["found"].startswith("gradient norm: nan; the step was skipped") for each in told)
 
 
@@ -59,13 +63,13 @@ def test_the_backend_is_entered_before_anything_is_raised(tmp_path: Path) -> Non
     assert entered == ["forward_backward", "optimizer_step"]
 
 
-def test_what_was_found_in_a_call_is_told_at_the_step_however_many_calls_follow(tmp_path: Path) -> None:
+def test_what_a_call_found_is_told_at_the_step(tmp_path: Path) -> None:
     run = guarded(tmp_path, action="log")
     run.forward_backward(batch(advantages={3: NAN}), LOSS, (), False)
     run.forward_backward(batch(), LOSS, (), True)
     assert not (tmp_path / "nan-guard").exists()
     counted = run.optimizer_step(step(4), 1.0).metrics["nonfinite"].value
-    told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
+    told = written(tmp_path)
     assert counted == len(told) >= 3
     assert {(each["hook"], each["optimizer_step"]) for each in told} == {("optimizer_step", 4)}
     assert told[0]["found"] == "column advantages: nan at sample 0, token 3"
@@ -73,46 +77,24 @@ def test_what_was_found_in_a_call_is_told_at_the_step_however_many_calls_follow(
     assert train(run, batch(), step(5)).metrics["nonfinite"].value == 0.0  # nothing is told twice
 
 
-class FailsInAPass:
-    def forward_backward(self) -> Iterator[None]:
-        yield
-        raise ValueError("out of luck")
-
-
-class FailsInAStep:
-    def optimizer_step(self) -> Iterator[None]:
-        yield
-        raise ValueError("out of luck")
-
-
-FAILING = pytest.mark.parametrize(
-    ("fails", "told_in"),
-    [(FailsInAPass(), "forward_backward"), (FailsInAStep(), "optimizer_step")],
-    ids=["pass", "step"],
-)
-
-
-@FAILING
-def test_what_was_found_before_the_backend_failed_is_written_down(tmp_path: Path, fails: object, told_in: str) -> None:
+@pytest.mark.parametrize("hook", ["forward_backward", "optimizer_step"])
+def test_what_was_found_before_the_backend_failed_is_written_down(tmp_path: Path, hook: str) -> None:
     with pytest.raises(CorerlError, match="out of luck"):
-        train(guarded(tmp_path, inner=fails), batch(advantages={3: NAN}), step(0))
-    line, *_ = (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()
-    told = json.loads(line)
-    assert (told["hook"], told["found"]) == (told_in, "column advantages: nan at sample 0, token 3")
+        train(guarded(tmp_path, inner=failing(hook)), batch(advantages={3: NAN}), step(0))
+    first, *_ = written(tmp_path)
+    assert (first["hook"], first["found"]) == (hook, "column advantages: nan at sample 0, token 3")
 
 
-def test_what_is_only_logged_is_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_only_logged_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = guarded(tmp_path, action="log")
     result = train(run, batch(old_logprobs={3: NAN}), step(0))
-    lines = (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()
-    assert result.metrics["nonfinite"].value == len(lines) >= 2
-    assert (
-        "nan-guard: actor-0: optimizer_step: column old_logprobs: nan at sample 0, token 3\n" in capsys.readouterr().err
-    )
+    assert result.metrics["nonfinite"].value == len(written(tmp_path)) >= 2
+    told = "nan-guard: actor-0: optimizer_step: column old_logprobs: nan at sample 0, token 3\n"
+    assert told in capsys.readouterr().err
     assert train(run, batch(), step(1)).applied
 
 
-def test_a_number_of_forward_is_told_with_its_sample_and_token(tmp_path: Path) -> None:
+def test_an_output_is_told_with_sample_and_token(tmp_path: Path) -> None:
     class Spoils:
         def forward(self) -> Iterator[None]:
             result: Any = yield
@@ -151,7 +133,7 @@ def test_a_step_that_finds_the_loss_scale_is_no_finding() -> None:
     assert in_metrics({"loss": Metric(NAN, 2.0), "value": Metric(1.0, 0.0)}) == ["metric loss: nan"]
 
 
-def test_a_batch_that_can_be_gone_through_once_is_left_for_the_backend() -> None:
+def test_a_batch_of_one_use_is_left_for_the_backend() -> None:
     spoiled = batch(advantages={3: NAN})
     once = iter(spoiled.micro_batches)
     assert in_columns(evolve(spoiled, micro_batches=once)) == []

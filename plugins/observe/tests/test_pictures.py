@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,17 +66,10 @@ def printed(tmp_path: Path, color_system: str, environment: dict[str, str]) -> s
     pictures = [Picture(noise(48, 24, seed)) for seed in range(3)]
     save_pictures(pictures, tmp_path)
     names = [each.id[:16] for each in pictures]
-    answers = [
-        SampleShown(prompt="1+1?", response="2", answer="2", reward=1.0, pictures=own)
-        for own in (names[:2], [], names[2:])
-    ]
-    console = Console(
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system=color_system,  # type: ignore[arg-type]
-        width=80,
-        _environ=environment,
-    )
+    asked = {"prompt": "1+1?", "response": "2", "answer": "2", "reward": 1.0}
+    answers = [SampleShown(**asked, pictures=own) for own in (names[:2], [], names[2:])]  # type: ignore[arg-type]
+    how: dict[str, Any] = {"color_system": color_system, "_environ": environment}
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, **how)
     console.print(Pictures(answers, str(tmp_path)))
     return console.file.getvalue()  # type: ignore[attr-defined]
 

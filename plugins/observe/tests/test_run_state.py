@@ -22,7 +22,7 @@ from corerl_observe.run_state import History, duration, number, phases, prompt_t
         (9.97, "perf/tokens_per_second", "10"),
         (9.94, "perf/tokens_per_second", "9.9"),
         (0.26, "perf/tokens_per_second", "0.3"),
-        (123456789.0, "train/grad_norm", "1.2e+08"),
+        (1234567.0, "train/grad_norm", "1.2e+06"),
         (math.nan, "train/loss", "nan"),
         (None, "train/loss", "-"),
     ],
@@ -43,10 +43,9 @@ def test_marks_leave_the_prompt_whose_pictures_are_shown() -> None:
     assert prompt_text(evolve(given, pictures=["3f9a" * 4, "00b1" * 4])) == "user: Find x < 3."
 
 
-def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 7.0}\n{"st'
-    )
+def test_a_killed_runs_file_is_read_up_to_its_tear(tmp_path: Path) -> None:
+    torn = '{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 7.0}\n{"st'
+    (tmp_path / "metrics.jsonl").write_text(torn)
     history = History.read(str(tmp_path), before=2)
     steps, values = history.series("a")
     assert steps == [0, 1]
@@ -54,25 +53,18 @@ def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) ->
     assert history.series("b") == ([], [])
 
 
-@pytest.mark.parametrize("line", ["what?", "[1]", '{"a": 1}'])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + line + "\n")
+@pytest.mark.parametrize("line", [b"what?", b"[1]", b'{"a": 1}', b'{"step": 1, "a": "\xff"}', b'{"step": Infinity}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
+    shown = repr(line.partition(b"\xff")[0].decode())[:-1]
     with pytest.raises(DataError) as caught:
         History.read(str(tmp_path), before=9)
-    assert str(caught.value) == (
-        f"{tmp_path}/metrics.jsonl:2: {line!r} is not an object with a step; fix or delete the line"
-    )
+    assert str(caught.value).startswith(f"{tmp_path}/metrics.jsonl:2: {shown}")
+    assert str(caught.value).endswith(" is not an object with a step; fix or delete the line")
+    assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
 
 
-def test_bytes_that_are_no_text_and_a_step_that_is_no_number_are_named_too(tmp_path: Path) -> None:
-    for line in (b'{"step": 1, "a": "\xff"}', b'{"step": Infinity}'):
-        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
-        with pytest.raises(DataError, match=r"metrics.jsonl:2: .*step.* is not an object with a step"):
-            History.read(str(tmp_path), before=9)
-        assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
-
-
-def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -> None:
+def test_a_step_without_the_phase_counts_as_nothing() -> None:
     history = History()
     for step in range(10):
         history.add(step, {"time/train": 2.0, "time/step": 3.0})
@@ -84,7 +76,7 @@ def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -
     assert History().recent("time/train", 4) == 0.0
 
 
-def test_steps_that_only_another_process_knows_and_one_that_has_not_ended_are_not_counted() -> None:
+def test_unknown_and_unfinished_steps_are_not_counted() -> None:
     history = History()
     for step in (100, 101):  # resumed elsewhere
         history.add(step, {"time/train": 2.0, "time/step": 3.0})
@@ -92,7 +84,7 @@ def test_steps_that_only_another_process_knows_and_one_that_has_not_ended_are_no
     assert history.recent("time/train", 20) == 2.0
 
 
-def test_a_run_begins_and_ends_with_means_over_a_quarter_of_its_steps_but_for_evaluations() -> None:
+def test_ends_of_a_run_are_means_but_for_evaluations() -> None:
     history = History()
     for step in range(60):
         history.add(step, {"a": float(step), "b": math.nan if step % 2 else 1.0})

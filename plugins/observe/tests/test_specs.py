@@ -12,9 +12,7 @@ from corerl.config import ClusterInfo
 from corerl.plugin import ExtensionSpec, Process
 from corerl_observe import specs
 
-DRIVERS = [
-    specs.TENSORBOARD, specs.CURVES, specs.TRACE, specs.WANDB, specs.MLFLOW
-]  # fmt: skip
+DRIVERS = [specs.TENSORBOARD, specs.CURVES, specs.TRACE, specs.WANDB, specs.MLFLOW]
 WORKERS = [specs.HOOKS, specs.PROFILER, specs.MEMORY, specs.NAN_GUARD]
 CLUSTER = ClusterInfo(device="cpu", ranks=2)
 
@@ -29,9 +27,7 @@ def test_each_spec_names_a_class_that_its_default_options_construct(spec: Extens
     assert all(field.metadata["help"] for field in attrs.fields(spec.config))
 
 
-def test_a_directory_that_a_tracker_wrote_is_not_taken_for_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trackers_directory_is_not_taken_for_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

@@ -6,14 +6,7 @@ from corerl_observe.step_ranges import step_ranges
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", []),
-        ("3", [3]),
-        ("3, 20", [3, 20]),
-        ("2:4", [2, 3, 4]),
-        ("0:10:5,12", [0, 5, 10, 12]),
-    ],
+    ("text", "expected"), [("", []), ("3, 20", [3, 20]), ("2:4", [2, 3, 4]), ("0:10:5,12", [0, 5, 10, 12])]
 )
 def test_the_last_step_of_a_range_is_in_it(text: str, expected: list[int]) -> None:
     chosen = step_ranges(text)

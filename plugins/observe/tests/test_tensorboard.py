@@ -35,15 +35,12 @@ def test_numbers_and_answers_are_read_back(tmp_path: Path) -> None:
     assert [text.step for text in events.Tensors("samples/held-out/text_summary")] == [0, 2, 4]
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path: Path) -> None:
-    write(tmp_path, [started(str(tmp_path)), *steps(0, 4)])
-    write(tmp_path, [started(str(tmp_path), first_step=2), *steps(2, 4)])
-    assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [0, 1, 2, 3]
-
-
-def test_a_run_that_is_rewound_replaces_them_too(tmp_path: Path) -> None:
-    write(tmp_path, [started(str(tmp_path)), *steps(0, 3), RunRewound(step=1), *steps(1, 4)])
-    assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [0, 1, 2, 3]
+def test_steps_that_are_done_again_are_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "rewound", [started("rewound"), *steps(0, 3), RunRewound(step=1), *steps(1, 4)])
+    write(tmp_path / "resumed", [started("resumed"), *steps(0, 4)])
+    write(tmp_path / "resumed", [started("resumed", first_step=2), *steps(2, 4)])
+    for name in ("rewound", "resumed"):
+        assert [point.step for point in read(tmp_path / name).Scalars("train/loss")] == [0, 1, 2, 3], name
 
 
 def test_scores_of_several_weights_stand_side_by_side(tmp_path: Path) -> None:

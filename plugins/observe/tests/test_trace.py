@@ -21,6 +21,10 @@ def at(seconds: float) -> float:
     return ASKED + seconds
 
 
+def us(seconds: float) -> int:
+    return round(at(seconds) * 1e6)
+
+
 def span(name: str, begin: float, end: float) -> Span:
     return Span(name=name, started=at(begin), ended=at(end))
 
@@ -61,16 +65,11 @@ def run_a_step(trace: Trace, clock: Clock) -> None:
     trace.observe(RunFinished(reason="finished", steps_done=4, seconds=7.0))
 
 
-def test_each_process_has_a_row_with_its_calls_and_what_it_did_in_them(
-    trace: Trace, clock: Clock, tmp_path: Path
-) -> None:
+def test_each_process_has_a_row_with_its_calls(trace: Trace, clock: Clock, tmp_path: Path) -> None:
     run_a_step(trace, clock)
     trace.shutdown("finished")
     events = json.loads((tmp_path / "trace.json").read_text())  # a whole file is plain JSON
     check(events)
-
-    def us(seconds: float) -> int:
-        return round(at(seconds) * 1e6)
 
     call = "train at optimizer step 3"
     assert sorted(slices(events)) == sorted(
@@ -100,7 +99,7 @@ def test_each_process_has_a_row_with_its_calls_and_what_it_did_in_them(
     assert (notice["name"], notice["ts"], notice["s"]) == ("watch out", us(7.0), "t")
 
 
-def test_what_ranks_and_engines_wait_for_is_drawn_below_the_driver(trace: Trace, tmp_path: Path) -> None:
+def test_what_processes_wait_for_is_drawn_below_the_driver(trace: Trace, tmp_path: Path) -> None:
     trace.observe(worked("engine-0", "generate", 0.0, 0.0, 4.0))
     waits = [("ranks", "samples", 0.0, 4.0), ("ranks", "driver", 4.0, 4.5), ("engine-0", "training", 4.5, 9.0)]
     idle = [Idle(who=who, waits_for=cause, started=at(began), ended=at(ended)) for who, cause, began, ended in waits]
@@ -110,17 +109,13 @@ def test_what_ranks_and_engines_wait_for_is_drawn_below_the_driver(trace: Trace,
     events = json.loads((tmp_path / "trace.json").read_text())
     check(events)
     drawn = [each for each in slices(events) if each.process == "idle"]
-    assert drawn == [
-        Slice("idle", who, cause, round(at(began) * 1e6), round(at(ended) * 1e6)) for who, cause, began, ended in waits
-    ]
+    assert drawn == [Slice("idle", who, cause, us(began), us(ended)) for who, cause, began, ended in waits]
     sort = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
     order = sorted(sort, key=sort.__getitem__)
     assert [names(events)[pid, None] for pid in order] == ["driver", "idle", "engine-0"]
 
 
-def test_rows_stand_in_the_order_of_roles_and_ranks_however_their_answers_came(
-    trace: Trace, clock: Clock, tmp_path: Path
-) -> None:
+def test_rows_stand_in_the_order_of_roles_and_ranks(trace: Trace, clock: Clock, tmp_path: Path) -> None:
     for process in ("actor rank 10", "critic rank 0", "engine-1", "actor rank 2", "engine-0"):
         trace.observe(worked(process, "init", 0.0, 1.0, 2.0))
     trace.shutdown("finished")
@@ -134,7 +129,7 @@ def test_rows_stand_in_the_order_of_roles_and_ranks_however_their_answers_came(
     assert len(set(numbers)) == len(numbers)
 
 
-def test_calls_of_one_process_at_the_same_time_have_tracks_of_their_own(trace: Trace, tmp_path: Path) -> None:
+def test_calls_at_the_same_time_have_their_own_tracks(trace: Trace, tmp_path: Path) -> None:
     trace.observe(worked("engine-0", "pause", 1.0, 1.0, 3.0, lane=1))
     trace.observe(worked("engine-0", "generate", 0.0, 0.5, 2.0))
     trace.shutdown("finished")
@@ -144,9 +139,7 @@ def test_calls_of_one_process_at_the_same_time_have_tracks_of_their_own(trace: T
     assert found == {("pause", "calls 2"), ("generate", "calls")}
 
 
-def test_a_killed_run_leaves_every_event_so_far_and_the_phase_that_it_was_in(
-    trace: Trace, clock: Clock, tmp_path: Path
-) -> None:
+def test_a_killed_run_leaves_its_events_and_open_phase(trace: Trace, clock: Clock, tmp_path: Path) -> None:
     run_a_step(trace, clock)
     trace.observe(PhaseStarted(name="saving", step=4))
     text = (tmp_path / "trace.json").read_text()

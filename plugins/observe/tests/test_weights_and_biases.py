@@ -65,7 +65,7 @@ def rows(records: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def test_numbers_config_and_answers_are_in_the_file_and_a_resumed_run_has_the_same_id(tmp_path: Path) -> None:
+def test_numbers_config_answers_and_one_id_are_kept(tmp_path: Path) -> None:
     run_dir = tmp_path / "first"
     run_dir.mkdir()
     (run_dir / "config.toml").write_text("[train]\nbetas = [0.9, 0.95]\n")

@@ -63,15 +63,8 @@ def test_only_the_key_opens_every_route(client: TestClient) -> None:
 
 
 def test_a_name_that_is_not_the_pages_is_refused(client: TestClient) -> None:
-    hosts = {
-        "localhost:1": 200,
-        "127.0.0.1:1": 200,
-        "[::1]:1": 200,
-        "Here.Example": 200,
-        "rebound.example": 403,
-        "[": 403,
-    }
-    for host, status in hosts.items():
+    own, others = ("localhost:1", "127.0.0.1:1", "[::1]:1", "Here.Example"), ("rebound.example", "[")
+    for host, status in {**dict.fromkeys(own, 200), **dict.fromkeys(others, 403)}.items():
         for path in ("/", "/api/runs"):
             assert client.get(path, headers={"Host": host, "X-Key": KEY}).status_code == status, host
 
@@ -166,9 +159,8 @@ def test_a_resumed_run_replaces_its_steps(get: Get, run_dir: Path) -> None:
     path = run_dir / "metrics.jsonl"
     path.with_name("part").write_text('{"step": 0, "rollout/reward": 0.125}\n')
     path.with_name("part").replace(path)
-    assert get("runs/0/metrics", names="rollout/reward")["series"] == {
-        "rollout/reward": {"steps": [0], "values": [0.125]}
-    }
+    series = get("runs/0/metrics", names="rollout/reward")["series"]
+    assert series == {"rollout/reward": {"steps": [0], "values": [0.125]}}
 
 
 def test_differences_are_of_the_runs_asked_for(run_dir: Path, tmp_path: Path) -> None:

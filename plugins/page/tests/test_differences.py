@@ -19,11 +19,8 @@ def write(run_dir: Path, config: str = "", versions: dict[str, str] | None = Non
 
 def test_settings_and_versions_that_differ_are_told(tmp_path: Path) -> None:
     one = write(tmp_path / "a", "rollout.max_tokens = 7\ndata.seed = 0", {"torch": "2.13.0", "ray": "2.50"})
-    other = write(
-        tmp_path / "b",
-        'rollout.max_tokens = 3\ndata.seed = 0\nalgorithm.loss = "mine"',
-        {"torch": "2.14.0", "ray": "2.50"},
-    )
+    changed = 'rollout.max_tokens = 3\ndata.seed = 0\nalgorithm.loss = "mine"'
+    other = write(tmp_path / "b", changed, {"torch": "2.14.0", "ray": "2.50"})
     unknown = write(tmp_path / "c", 'rollout.max_tokens = 7\ndata.seed = 0\nalgorithm.loss = ""')
     found = {each.name: each.values for each in differences(runs_of([one, other, unknown]))}
     assert found == {
@@ -37,6 +34,5 @@ def test_settings_and_versions_that_differ_are_told(tmp_path: Path) -> None:
 def test_lists_of_named_tables_are_compared_by_name(tmp_path: Path) -> None:
     one = write(tmp_path / "a", 'extensions = [{ name = "x", options.every = 1 }, { name = "y", options.every = 2 }]')
     other = write(tmp_path / "b", 'extensions = [{ name = "y", options.every = 3 }, { name = "x", options.every = 1 }]')
-    assert [(each.name, each.values) for each in differences(runs_of([one, other]))] == [
-        ("extensions.y.options.every", ["2", "3"])
-    ]
+    (found,) = differences(runs_of([one, other]))
+    assert (found.name, found.values) == ("extensions.y.options.every", ["2", "3"])

@@ -93,10 +93,7 @@ def test_the_engine_that_differs_is_named() -> None:
         "of the kept samples, engine-0's 8 tokens differ by 1e-07 on average (0 of 4 samples by more than 0.1), "
         "engine-1's 24 tokens differ by 4 on average (4 of 4 "
     )
-    assert (
-        "engine-1 alone computes other log-probs: it holds other weights than it says (tokens count as 0 updates old), "
-        "or computes wrongly" in one.why
-    )
+    assert "engine-1 alone computes other log-probs: it holds other weights than it says (tokens count as 0" in one.why
     assert "rollout.restarts" in one.fix and "--layers" not in one.fix
     (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0, 1e-7, 4.0, 1e-7), **metrics)
     assert "engine-1 and engine-3 alone compute other log-probs: they hold" in one.why
@@ -142,10 +139,8 @@ def test_one_wrong_engine_of_many_is_found() -> None:
 def test_equal_rewards_that_teach_are_no_finding() -> None:
     equal = {"rollout__groups_without_spread": [0.75, 1.0], "rollout__reward": [0.5, 0.5]}
     (one,) = found({}, [sample(at, advantage=0.0 if at < 9 else 1.0) for at in range(10)], **equal)
-    assert (
-        one.what
-        == "in the last 2 steps, all samples have the same reward in 7 of 8 groups (88 %); the mean reward is 0.5"
-    )
+    assert one.what.startswith("in the last 2 steps, all samples have the same reward in 7 of 8 groups (88 %); ")
+    assert one.what.endswith("the mean reward is 0.5")
     assert one.why == "9 of 10 kept samples have an advantage of 0, and teach nothing"
     # As of algorithms that compare rewards over the whole batch.
     assert found({}, [sample(at, advantage=float(at % 3 - 1)) for at in range(9)], **equal) == []

@@ -40,7 +40,7 @@ def test_engines_are_those_of_the_tokens() -> None:
     assert [row["engines"] for row in found[2]["rows"]] == [[[3, 0]], [[3, 1]]]
 
 
-def test_a_sample_is_set_beside_those_of_its_prompt_and_role() -> None:
+def test_a_sample_stands_beside_those_of_prompt_and_role() -> None:
     found = credit_of(batch())
     assert [each["shaped"] for each in found] == [1.0, 0.0, 0.5, 0.25]
     assert found[0]["peers"] == found[1]["peers"] == [2, 0.5, pytest.approx(np.std([1.0, 0.0], ddof=1), rel=1e-5)]

@@ -18,15 +18,8 @@ NAMES = [(1, "driver", 2, "phases"), (3, "actor rank 0", 4, "calls"), (5, "idle"
 
 def call(start: float, end: float, name: str, **more: Any) -> dict[str, Any]:
     begin = round(start * SECOND)
-    return {
-        "ph": "X",
-        "ts": begin,
-        "pid": 3,
-        "tid": 4,
-        "name": name,
-        "cat": "call",
-        "dur": round(end * SECOND) - begin,
-    } | more
+    when = {"ts": begin, "dur": round(end * SECOND) - begin}
+    return {"ph": "X", "pid": 3, "tid": 4, "name": name, "cat": "call", **when, **more}
 
 
 RECORDS = [

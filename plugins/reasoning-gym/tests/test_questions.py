@@ -63,11 +63,8 @@ def test_a_question_is_a_chat_or_a_text() -> None:
     ((task, entry),) = entries_of(sizes_of(options), seed=0)
     row = row_of(task, entry, options)
     system = SYSTEM_PROMPTS["default"].strip()
-    assert row["prompt"] == [
-        {"role": "system", "content": system},
-        {"role": "user", "content": row["question"]},
-        {"role": "assistant", "content": "<answer>"},
-    ]
+    said = [(each["role"], each["content"]) for each in row["prompt"]]
+    assert said == [("system", system), ("user", row["question"]), ("assistant", "<answer>")]
     assert system_of(ReasoningGymConfig(system="Be brief.")) == "Be brief."
     assert asked("Why?", system="", begin="", chat=True) == [{"role": "user", "content": "Why?"}]
     assert asked("Why?", system="Be brief.", begin="So", chat=False) == "Be brief.\nWhy?\nSo"

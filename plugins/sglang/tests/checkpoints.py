@@ -39,18 +39,14 @@ WINDOWS = {
     "sliding_window": 1024,
     "query_pre_attn_scalar": 64,
 }
+INTERLEAVED = {"mrope_interleaved": True}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 LARGER: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": {**ROPE, "mrope_section": [16, 8, 8]}},
-    "qwen3_vl": {"rope_parameters": {**ROPE, "mrope_section": [16, 8, 8], "mrope_interleaved": True}},
+    "qwen3_vl": {"rope_parameters": {**ROPE, "mrope_section": [16, 8, 8], **INTERLEAVED}},
     "qwen3_5": {
         **STATES,
-        "rope_parameters": {
-            **ROPE,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-            "partial_rotary_factor": 0.25,
-        },
+        "rope_parameters": {**ROPE, **INTERLEAVED, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25},
     },
     "gemma3": WINDOWS,
     "mistral3": {},
@@ -119,14 +115,8 @@ def tokenizer_of(family: str, size: int) -> PreTrainedTokenizerFast:
     core.decoder = decoders.Fuse()  # type: ignore[assignment]
     core.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in (*SPECIAL, *names)])
     own = dict(zip(("image_token", "boi_token", "eoi_token"), names, strict=True)) if family == "gemma3" else {}
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        extra_special_tokens=own,
-    )
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
+    made = PreTrainedTokenizerFast(tokenizer_object=core, extra_special_tokens=own, **special)
     made.chat_template = TEMPLATE.replace("WRITTEN", WRITTEN.get(family, "".join((QWEN[2], QWEN[0], QWEN[3]))))
     return made
 

@@ -152,10 +152,7 @@ SCENARIOS = {
     "kill-update": Scenario(kill=in_update, settings=("weights.verify_every=0",), deadline=TWO_STARTS),
     "hang-generation": Scenario(kill=in_generation, signal=signal.SIGSTOP, settings=(SILENT,), deadline=TWO_STARTS),
     "hang-update": Scenario(
-        kill=in_update,
-        signal=signal.SIGSTOP,
-        settings=("weights.verify_every=0", SILENT),
-        deadline=TWO_STARTS,
+        kill=in_update, signal=signal.SIGSTOP, settings=("weights.verify_every=0", SILENT), deadline=TWO_STARTS
     ),
     "lora": Scenario(settings=LORA),
     "lora-adapter": Scenario(settings=(*LORA, "weights.lora=adapter")),

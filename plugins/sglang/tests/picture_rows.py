@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import uuid
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +11,11 @@ import torch
 from attrs import frozen
 
 from corerl.config import ModelConfig
-from corerl.engines import Engine, GenerateRequest, Generation, SamplingParams
+from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.models import build_on_meta, hf_boxes, hf_config, load_tokenizer, named_weights
 from corerl.pictures import Picture, PictureInputs
 from corerl.rollout import expand
 from corerl.types import Array, FloatArray, IntArray, all_shown, offsets_of
-from corerl.weights import Address, build_manifest
-from corerl_testing import open_sender
 from corerl_vision.reader import VisionReader
 from corerl_vision.shapes import png
 from corerl_vision.spec import VisionOptions
@@ -73,26 +68,6 @@ def tensors_of(own: Any, model: ModelConfig) -> dict[str, torch.Tensor]:
     built = build_on_meta(hf_config(model), dtype=torch.float32, attention="eager", pictures=True)
     weights = named_weights(own)
     return {box.name: box.view(weights[name].data) for name, boxes in hf_boxes(built).items() for box in boxes}
-
-
-def send(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int, directory: Path) -> str:
-    """What went wrong in an update through files, or ""."""
-    address = Address(
-        transport="disk", engines=("engine-0 rank 0",), path=str(directory), timeout=60.0, token=uuid.uuid4().hex
-    )
-    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=2**20)
-    with ThreadPoolExecutor(1) as thread:
-        received = thread.submit(engine.receive, manifest, version, address)
-        sender = open_sender(address)
-        sender.open(manifest, version)
-        for bucket in manifest.buckets:
-            sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
-        sender.finish()
-        error = received.result().error
-        sender.close()
-    return error
 
 
 @torch.inference_mode()

@@ -205,7 +205,7 @@ IN_BLOCKS = build_manifest(
 )
 
 
-class OldNames:
+class OldNames(Rank):
     """Its tower has the names of the files that Gemma 3 was published with, and passes over others, as SGLang does."""
 
     def __init__(self) -> None:
@@ -213,15 +213,6 @@ class OldNames:
         self.parameters = {
             name: torch.nn.Parameter(torch.zeros(size).bfloat16(), False) for name, size in shapes.items()
         }
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.parameters.items())
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(())
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        return iter(())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -247,9 +238,7 @@ class Blocks(Rank):
     def __init__(self, rank: int) -> None:
         self.rank = rank
         scales = {"gate_up_scale_inv": torch.zeros(2, 2), "down_scale_inv": torch.zeros(2, 1)}
-        values = {
-            name: torch.zeros(shape).to(FP8) for name, shape in {"gate_up": (256, 256), "down": (256, 128)}.items()
-        }
+        values = {"gate_up": torch.zeros(256, 256).to(FP8), "down": torch.zeros(256, 128).to(FP8)}
         tensors = {**values, **scales, "norm": torch.zeros(256)}
         self.parameters = {name: torch.nn.Parameter(tensor, False) for name, tensor in tensors.items()}
         self.attention: list[Any] = []

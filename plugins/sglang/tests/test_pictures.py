@@ -37,8 +37,8 @@ from corerl_sglang.pictures import IN_TEXT, body_of, contracted, files_of, shown
 from corerl_sglang.start import start_engine
 from corerl_vision.processor import VisionInputs
 from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
-from plugins.sglang.tests.picture_rows import Row, apart, request_of, rows_of, send, squares, tensors_of
-from plugins.sglang.tests.test_engine import said
+from plugins.sglang.tests.picture_rows import Row, apart, request_of, rows_of, squares, tensors_of
+from plugins.sglang.tests.test_engine import on_disk, push, said
 from tests.end_to_end.command import metrics
 from tests.engines.models import context
 from tests.pictures import FAMILIES, of_pictures, pictures_config, tensors_in, write_pictures
@@ -213,10 +213,7 @@ def test_a_placeholder_outside_of_pictures_is_refused() -> None:
     body = body_of(request_of([blank, seen], PARAMS), files, 5, in_text=False, engine="engine-3")
     assert body == {"input_ids": [[1, 20], [1, 7, 5, 8]], "image_data": [[], ["file:///0.ppm"]]}
     for rows, message in (
-        (
-            [seen, text],
-            "engine-3: the row of noise key 1 has 0 pictures, none, but the token that stands for one, 5, 1",
-        ),
+        ([seen, text], "engine-3: the row of noise key 1 has 0 pictures, none, but the token .*, 5, 1"),
         ([more, text], f"engine-3: the row of noise key 0 has 1 pictures, {picture}, but .*, 5, 2 times"),
     ):
         with pytest.raises(EngineFailed, match=message.replace("(", r"\(").replace(")", r"\)")):
@@ -236,7 +233,7 @@ def served(model: ModelConfig, directory: Path, **server: Any) -> Iterator[tuple
     try:
         own = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
         tensors = tensors_of(own, model)
-        assert send(engine, tensors, 0, directory / "weights") == ""
+        assert push(engine, tensors, 0, on_disk(directory / "weights"), bucket_bytes=2**20).error == ""
         assert engine.weight_sums("float32") == bit_sums(tensors)
         yield engine, own
     finally:
@@ -268,7 +265,8 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         # A tower that slept is sent again, also if nobody trains it.
         engine.sleep()
         engine.wake_up()
-        assert send(engine, tensors_of(own, model), 1, tmp_path / "weights") == ""
+        again = push(engine, tensors_of(own, model), 1, on_disk(tmp_path / "weights"), bucket_bytes=2**20)
+        assert again.error == ""
         again = engine.generate(request)
         assert again.tokens.tolist() == drawn.tokens.tolist()
         np.testing.assert_allclose(again.logprobs, drawn.logprobs, atol=1e-6)
@@ -314,9 +312,8 @@ def test_sglang_serves_what_was_trained_with_it(family: str, tmp_path: Path) -> 
     prompts = [[7, 4, 9, 5, 3, 14, 3, 4, 5, 7, 9, 2], list(range(3, 15))]
     asked = json.dumps({"model": str(export), "prompts": prompts, "attention": attention})
     (tmp_path / "serve.py").write_text(SERVE)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "serve.py")], input=asked, capture_output=True, text=True, timeout=400
-    )
+    call = [sys.executable, str(tmp_path / "serve.py")]
+    done = subprocess.run(call, input=asked, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[5:])
     model: Any = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()

@@ -27,11 +27,8 @@ READER = Reader(engine="engine-0", experts=Experts(layers=2, choosing=[1], chose
 
 def answer(tokens: list[int], reason: str, *, expert: int | None = 1, version: int = 3, read: int = 3) -> bytes:
     """Of a server that has drawn this for one row, `read` tokens of which stood there before."""
-    told: dict[str, Any] = {
-        "finish_reason": {"type": reason},
-        "weight_version": str(version),
-        "output_token_logprobs": [[-1.0, token, None] for token in tokens],
-    }
+    told: dict[str, Any] = {"finish_reason": {"type": reason}, "weight_version": str(version)}
+    told["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
     if expert is not None:
         known = np.full((read + len(tokens) - 1, 2, 2), expert, np.int32)
         told["routed_experts"] = base64.b64encode(known.tobytes()).decode()
@@ -127,10 +124,9 @@ def test_samples_are_put_together_of_their_parts() -> None:
 
 def test_a_row_aborted_in_the_queue_is_told_apart() -> None:
     """Its adapters are never unloaded: SGLang counts it as running for good."""
-    (queued,) = READER.samples(
-        answer([4], "abort").replace(b'"abort"', b'"abort", "message": "Abort in waiting queue"')
-    )
-    (running,) = READER.samples(answer([4], "abort"))
+    cut = answer([4], "abort")
+    (queued,) = READER.samples(cut.replace(b'"abort"', b'"abort", "message": "Abort in waiting queue"'))
+    (running,) = READER.samples(cut)
     assert waited(queued) and not waited(running)
 
 
@@ -146,27 +142,27 @@ def test_an_answer_that_ends_before_its_rows_is_an_error() -> None:
         parts.take(b'{"index": 0, "output_ids"')
 
 
+WHOLE = answer([4, 5, STOP], "stop")
+
+
 @pytest.mark.parametrize(
-    ("reason", "said"),
+    ("said", "message"),
     [
-        ("abort", r"ended a sample after 3 tokens: \{'type': 'abort'\}$"),
-        ("length", "ended a sample after 3 of 8 tokens: its KV cache or context is full"),
+        (answer([4, 5, 6], "abort"), r"ended a sample after 3 tokens: \{'type': 'abort'\}$"),
+        (answer([4, 5, 6], "length"), "ended a sample after 3 of 8 tokens: its KV cache or context is full"),
+        (answer([4, 5, STOP], "stop", version=4), "sampled from weights '4', wanted 3; something other than CoreRL"),
+        (WHOLE.replace(b"[-1.0, 5,", b"[-1.0, 6,"), "returned log-probs of other tokens than it sampled"),
+        # It would be trained on as NaN.
+        (
+            WHOLE.replace(b"[-1.0, 5,", b"[null, 5,"),
+            r"log-prob for token 1 of 3 in row 0 of 1 \(noise key 5",
+        ),
     ],
+    ids=["aborted", "no room", "other weights", "other tokens", "not finite"],
 )
-def test_a_row_ended_early_without_a_pause_is_an_error(reason: str, said: str) -> None:
-    with pytest.raises(EngineFailed, match=said):
-        generation(answer([4, 5, 6], reason), request_of(PROMPT), 3, paused=False)
-
-
-def test_a_logprob_of_nan_is_reported_with_its_row() -> None:
-    """It would be trained on as NaN."""
-    said = answer([4, 5, STOP], "stop").replace(b"[-1.0, 5, null]", b"[null, 5, null]")
-    with pytest.raises(EngineFailed) as caught:
+def test_an_answer_that_does_not_fit_is_an_error(said: bytes, message: str) -> None:
+    with pytest.raises(EngineFailed, match=f"engine-0: its server .*{message}"):
         generation(said, request_of(PROMPT), 3, paused=False)
-    assert caught.value.message == (
-        "engine-0: its server returned a non-finite log-prob for token 1 of 3 in row 0 of 1 (noise key 5); check "
-        "that the weights are finite, and that the engine's precision suffices for the model"
-    )
 
 
 def test_a_server_that_scores_too_few_tokens_is_an_error() -> None:

@@ -95,9 +95,7 @@ def test_a_late_server_ends_with_all_its_processes(
     with pytest.raises(EngineFailed, match="engine-0: its server refused /refuse with status 400: not so"):
         server.post("/refuse")
     monkeypatch.setattr(module, "LAST_BREATH", 0.1)
-    with pytest.raises(
-        EngineFailed, match="did not answer /silent .* but is still running; its log .* ends with: rank"
-    ):
+    with pytest.raises(EngineFailed, match="did not answer /silent .* but is still running; its log .* with: rank"):
         server.post("/silent")
     server.stop()
     assert gone(rank) and not (tmp_path / "own").exists()
@@ -153,9 +151,7 @@ def test_all_callers_of_a_dead_server_get_its_last_lines(
         os.kill(server.pid, signal.SIGKILL)
         told = {call.result() for call in calls}
     (said,) = told
-    assert said.startswith(
-        f"WorkerDied: engine-0: its server was killed by SIGKILL; its log {own}/log ends with: rank "
-    )
+    assert said.startswith(f"WorkerDied: engine-0: its server was killed by SIGKILL; its log {own}/log ends with: ")
     assert not own.exists()
 
 
@@ -195,13 +191,8 @@ time.sleep(600)
 
 
 def test_unknown_sglang_arguments_are_reported(servers: list[Server], tmp_path: Path) -> None:
-    package = tmp_path / "site" / "sglang"
-    (package / "srt").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "srt" / "__init__.py").touch()
-    (package / "srt" / "server_args.py").write_text(FAKE_ARGS)
-    (package / "launch_server.py").write_text("def run_server(args):\n    raise SystemExit(repr(args))\n")
-    path = {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
+    ends = "def run_server(args):\n    raise SystemExit(repr(args))\n"
+    path = package(tmp_path, {"__init__": "", "srt.server_args": FAKE_ARGS, "launch_server": ends})
     server = start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=2)
     with pytest.raises(EngineFailed) as raised:
         server.wait_ready(60.0)
@@ -295,6 +286,15 @@ def test_a_server_too_old_for_pictures_says_so(servers: list[Server], tmp_path: 
         server.wait_ready(60.0)
 
 
+def package(directory: Path, modules: Mapping[str, str]) -> dict[str, str]:
+    """A package `sglang` of these modules, and the environment that has it."""
+    for name, code in modules.items():
+        file = directory / "site" / "sglang" / (name.replace(".", "/") + ".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(directory / "site"), os.environ.get("PYTHONPATH", "")])}
+
+
 def started_with(servers: list[Server], tmp_path: Path, modules: Mapping[str, str], **given: Any) -> Server:
     """A server of a package `sglang` with these modules, which ends at once with what the function `run` of its `rank`
     says in a spawned process."""
@@ -306,13 +306,7 @@ def run_server(args):
     context.Process(target=rank.run, args=(said,)).start()
     raise SystemExit(f"ranks say {said.get()}")
 """
-    package = tmp_path / "site" / "sglang"
-    for name, code in {**modules, "launch_server": launch_server}.items():
-        file = package / (name.replace(".", "/") + ".py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code)
-    path = {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
+    path = package(tmp_path, {**modules, "launch_server": launch_server})
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    return start(
-        servers, tmp_path, "corerl_sglang.launch", path, **{"model_path": str(tmp_path), "tp_size": 1, **given}
-    )
+    given = {"model_path": str(tmp_path), "tp_size": 1, **given}
+    return start(servers, tmp_path, "corerl_sglang.launch", path, **given)

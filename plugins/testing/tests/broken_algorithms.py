@@ -288,30 +288,12 @@ FROM_SAVED_BATCHES = faulty("GRPO", "samples nothing, as its spec says", seen_by
 
 NO_CLASS = faulty("never", "names a function", seen_by="A02", saying="expected a class derived from")
 UNEXPLAINED = faulty("GRPO", "an option without help", seen_by="A03", config=Unexplained, saying="baseline has no help")
-DEFAULT_OF_KL = faulty(
-    "GRPO",
-    "sets what is never unset",
-    seen_by="A05",
-    defaults={"kl_coef": 0.1},
-    saying="'kl_coef', which is never unset",
-)
-DEFAULT_UNKNOWN = faulty(
-    "GRPO",
-    "a default of no choice",
-    seen_by="A05",
-    defaults={"overlong": "drop"},
-    saying="the spec's defaults.overlong",
-)
-WITHOUT_THE_ROLE = faulty(
-    "WithACritic",
-    "has no objective for its critic",
-    seen_by="A05",
-    roles={ACTOR: RoleKind.POLICY, "critic": RoleKind.CRITIC},
-    saying="objectives() has ['actor'], expected ['actor', 'critic']",
-)
-PASSES_OF_NOBODY = faulty(
-    "PassesOfNobody", "passes of a role it has not", seen_by="A05", saying="names the role 'critic'; its spec has actor"
-)
+NEVER_UNSET, NO_CHOICE = {"kl_coef": 0.1}, {"overlong": "drop"}
+DEFAULT_OF_KL = faulty("GRPO", "a default that is none", seen_by="A05", defaults=NEVER_UNSET, saying="'kl_coef', which")
+DEFAULT_UNKNOWN = faulty("GRPO", "a default of no choice", seen_by="A05", defaults=NO_CHOICE, saying="overlong")
+WITH_CRITIC = {ACTOR: RoleKind.POLICY, "critic": RoleKind.CRITIC}
+WITHOUT_THE_ROLE = faulty("WithACritic", "no objective", seen_by="A05", roles=WITH_CRITIC, saying="has ['actor'],")
+PASSES_OF_NOBODY = faulty("PassesOfNobody", "passes of no role", seen_by="A05", saying="names the role 'critic'; its ")
 REFUSES_ITS_DEFAULTS = faulty("GRPO", "its check accepts nothing", seen_by="A05", check=never, saying="learns nothing")
 
 ASKS_FOR_ROWS = faulty("AsksForRows", "reads a row of no run", seen_by="A06", saying="the rows 'difficulty'")
@@ -324,30 +306,18 @@ READS_PROMPTS = faulty("ReadsPrompts", "reads prompts", seen_by="A09", saying="i
 EARLIER_COUNT_MORE = faulty("EarlierCountMore", "uses the order", seen_by="A10", saying="with samples in another order")
 FIRST_OF_THE_BEST = faulty("FirstOfTheBest", "the first wins", seen_by="A10", saying="with samples in another order")
 NUMBERS_OF_PROMPTS = faulty("NumbersOfPrompts", "uses numbers", seen_by="A10", saying="with other numbers for prompts")
-FORGETS_EQUAL_REWARDS = faulty(
-    "ForgetsEqualRewards", "divides rounding by rounding", seen_by="A11", saying="expected exactly 0"
-)
+FORGETS_EQUAL_REWARDS = faulty("ForgetsEqualRewards", "divides rounding", seen_by="A11", saying="expected exactly 0")
 SCALES_BY_THE_BATCH = faulty("ScalesByTheBatch", "needs the batch", seen_by="A18", saying="set by_prompt=False")
 IGNORES_THE_MASK = faulty("IgnoresTheMask", "multiplies NaN by 0", seen_by="A12", saying="at tokens of weight 0")
-MEAN_OF_MICRO_BATCH = faulty(
-    "MeanOfMicroBatch", "normalizes over a micro-batch", seen_by="A13", saying="normalize nothing over a micro-batch"
-)
+MEAN_OF_MICRO_BATCH = faulty("MeanOfMicroBatch", "a micro-batch's mean", seen_by="A13", saying="normalize nothing")
 DETACHES = faulty("Detaches", "has no gradient", seen_by="A14", saying="has no gradient in some micro-batch")
-DETACHES_A_PART = faulty(
-    "DetachesAPart", "learns only from what is good", seen_by="A14", saying="nor is it the policy gradient"
-)
-HOLDS_A_NEGATIVE_FACTOR = faulty(
-    "HoldsANegativeFactor", "pushes to the wrong side", seen_by="A14", saying="points away from the policy gradient"
-)
+DETACHES_A_PART = faulty("DetachesAPart", "learns from the good", seen_by="A14", saying="nor is it the policy gradient")
+HOLDS_A_NEGATIVE_FACTOR = faulty("HoldsANegativeFactor", "the wrong side", seen_by="A14", saying="points away from the")
 WRONG_SIGN = faulty("WrongSign", "unlearns what is good", seen_by="A14", saying="so give it the other sign")
-DETACHES_ENTROPY = faulty(
-    "DetachesEntropy", "a bonus without gradient", seen_by="A14", saying="respect to entropy is 0"
-)
+DETACHES_ENTROPY = faulty("DetachesEntropy", "a constant bonus", seen_by="A14", saying="respect to entropy is 0")
 SUM_OF_MEANS = faulty("SumOfMeans", "a mean of means", seen_by="A15", saying="the metric 'advantage' of the actor")
 OTHER_RATIO = faulty("OtherRatio", "means another ratio", seen_by="A16", saying="the metric 'ratio' of the actor")
-COMPARES_SAMPLES = faulty(
-    "ComparesSamples", "forgets what an episode is", seen_by="A17", saying="with more samples of an episode"
-)
+COMPARES_SAMPLES = faulty("ComparesSamples", "forgets episodes", seen_by="A17", saying="with more samples of an")
 TAKES_A_METRIC = faulty("TakesAMetric", "core's metric", seen_by="A16", saying="has the metric 'train/grad_norm'")
 
 FAULTY: dict[str, FaultySpec] = {

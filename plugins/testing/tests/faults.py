@@ -34,10 +34,8 @@ def whole_models(config: Split, cluster: ClusterInfo) -> Iterable[Problem]:
 
 SPLIT = evolve(PLAIN, config=Split, check=whole_models)  # without a fault
 KEEPS_A_GRADIENT = faulty("KeepsAGradient")
-LEAKS_IN_BFLOAT16 = evolve(
-    faulty("LeaksInBfloat16"),
-    capabilities={each: how for each, how in PLAIN.capabilities.items() if each is not Capability.BFLOAT16},
-)
+HAS_BFLOAT16 = {each: how for each, how in PLAIN.capabilities.items() if each is not Capability.BFLOAT16}
+LEAKS_IN_BFLOAT16 = evolve(faulty("LeaksInBfloat16"), capabilities=HAS_BFLOAT16)
 FORGETS_MOMENTS_TO_COME = faulty("ForgetsMomentsToCome")
 DROPS_OUT = faulty("DropsOut")
 KEEPS_NO_SNAPSHOT = faulty("KeepsNoSnapshot")

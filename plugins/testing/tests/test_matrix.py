@@ -13,10 +13,8 @@ import pytest
 from corerl_testing.matrix import TOLERANCE, Row, Status, examine, model_types, rows
 
 # What the documentation's page of models says of each type.
-PUBLISHED = {
-    row["model_type"]: (row["status"], row["reason"])
-    for row in json.loads((Path(__file__).parents[3] / "benchmarks/results/models.json").read_text())
-}
+PAGE = Path(__file__).parents[3] / "benchmarks/results/models.json"
+PUBLISHED = {row["model_type"]: (row["status"], row["reason"]) for row in json.loads(PAGE.read_text())}
 # One type for each kind; others are examined by `corerl models --check`.
 ACCEPTED = {
     "qwen2_moe": (Status.PACKED, ""),

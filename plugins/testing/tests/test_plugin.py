@@ -98,9 +98,8 @@ def run(
     report = directory / "report.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "corerl_testing.plugin", "-p", "no:cacheprovider"]
     command += ["-c", "/dev/null", "--rootdir", ".", "--corerl-backend", backend, "--corerl-report", str(report)]
-    done = subprocess.run(
-        [*command, *arguments, "test_suite.py"], capture_output=True, text=True, cwd=directory, check=False
-    )
+    command += [*arguments, "test_suite.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, check=False)
     return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else {}
 
 
@@ -178,9 +177,8 @@ def test_checks_run_once_for_each_variant(tmp_path: Path, named: str) -> None:
     status, out, report = run(tmp_path, "-v", **own)
     assert status == 1
     found = [(each["id"], each["variant"], each["ranks"], each["outcome"]) for each in report["checks"]]
-    alone = [
-        (id_, "", ranks, "passed") for ranks in (1, 2) for id_ in ("C42", "C43", "C41", "C41")
-    ]  # C41 for each kind
+    of_each_kind = ("C42", "C43", "C41", "C41")
+    alone = [(id_, "", ranks, "passed") for ranks in (1, 2) for id_ in of_each_kind]
     assert found == [*alone, ("C41", "in pairs", 4, "failed"), ("C43", "in pairs", 4, "blocked")]
     assert report["checks"][-2]["reason"] == "AssertionError: small with in pairs"
     if named == "by the command":

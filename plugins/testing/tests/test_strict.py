@@ -90,22 +90,18 @@ def trains(change: Callable[[MicroBatch], MicroBatch]) -> Callable[[Caller], obj
     return lambda it: it.train(0, it.with_micro_batches(change))
 
 
+WEIGHTS = r"micro-batch \d is malformed: weights are not 0 in"
+NOTHING = PackedBatch(micro_batches=[], count=0)
 WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
     "init a second time": (lambda it: it.init(), "init was called on a backend in state 'ready'"),
     "a step before its turn": (lambda it: it.train(1), "optimizer_step was given optimizer step 1, expected 0"),
     "a step twice": (lambda it: [it.train(0), it.train(0)], "optimizer_step was given optimizer step 0, expected 1"),
-    "a rate that is no number": (
-        lambda it: it.train(0, lr=float("nan")),
-        "optimizer_step was given the learning rate nan",
-    ),
+    "a rate that is no number": (lambda it: it.train(0, lr=float("nan")), "optimizer_step was given the learning rate"),
     "a scale of nothing": (lambda it: [it.add(), it.step(0, scale=0.0)], "optimizer_step was given the scale 0.0"),
     "a step without gradients": (lambda it: it.step(0), "optimizer_step was called without"),
     "a second step without gradients": (lambda it: [it.train(0), it.step(1)], "optimizer_step was called without"),
     "a call after the last": (lambda it: [it.add(last=True), it.add()], "forward_backward was called after the"),
-    "a call without a micro-batch": (
-        lambda it: it.train(0, PackedBatch(micro_batches=[], count=0)),
-        "forward_backward was called without",
-    ),
+    "a call without a micro-batch": (lambda it: it.train(0, NOTHING), "forward_backward was called without"),
     "a training output that is not there": (
         lambda it: it.add(outputs=(Output.VALUES,)),
         r"forward_backward was asked for \['values'\]",
@@ -118,10 +114,7 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
         lambda it: [it.add(), it.backend.sleep(frozenset(MemoryKind))],
         "sleep was given gradients that wait",
     ),
-    "the wrong count": (
-        lambda it: it.train(0, evolve(it.batch(), count=1)),
-        r"got \d micro-batches, but 1 were announced",
-    ),
+    "the wrong count": (lambda it: it.train(0, evolve(it.batch(), count=1)), r"got \d micro-batches, but 1 were"),
     "a batch overwritten in training": (
         lambda it: it.train(0, evolve(it.batch(), micro_batches=Overwritten(it.batch().micro_batches))),
         "tokens of micro-batch 0 was changed during forward_backward",
@@ -142,41 +135,23 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
         trains(lambda micro: evolve(micro, lengths=micro.lengths + 4)),
         "micro-batch 0 is malformed: lengths .* do not fit",
     ),
-    "weights on first tokens": (
-        trains(column(weights=every_weight)),
-        r"micro-batch \d is malformed: weights are not 0 in",
-    ),
-    "weights in padding": (
-        trains(column(weights=not_masked_in_padding)),
-        r"micro-batch \d is malformed: weights are not 0 in",
-    ),
-    "weights in a filler": (
-        trains(lambda micro: evolve(micro, rows=np.full_like(micro.rows, -1))),
-        r"micro-batch \d is malformed: weights are not 0 in",
-    ),
+    "weights on first tokens": (trains(column(weights=every_weight)), WEIGHTS),
+    "weights in padding": (trains(column(weights=not_masked_in_padding)), WEIGHTS),
+    "weights in a filler": (trains(lambda micro: evolve(micro, rows=np.full_like(micro.rows, -1))), WEIGHTS),
     "an output that the model has not": (
         lambda it: it.backend.forward(it.batch(), ("values",)),  # type: ignore[arg-type]
         r"forward was asked for \['values'\]",
     ),
     "a version twice": (lambda it: [it.update(0), it.update(0)], "update_weights was given version 0"),
     "an older version": (lambda it: [it.update(3), it.update(2)], "update_weights was given version 2"),
-    "a checkpoint of another step": (
-        lambda it: it.backend.save("", step_at(1), False),
-        "save was given optimizer step 1",
-    ),
-    "training asleep": (
-        lambda it: [it.backend.sleep(OPTIMIZER), it.train(0)],
-        "forward_backward was called while these are asleep",
-    ),
+    "a checkpoint of another step": (lambda it: it.backend.save("", step_at(1), False), "save was given optimizer"),
+    "training asleep": (lambda it: [it.backend.sleep(OPTIMIZER), it.train(0)], "forward_backward was called while"),
     "sleep asleep": (
         lambda it: [it.backend.sleep(PARAM), it.backend.sleep(PARAM | OPTIMIZER)],
         "sleep was given kinds that are already",
     ),
     "waking what is awake": (lambda it: it.backend.wake_up(PARAM), "wake_up was given kinds that are already awake"),
-    "training after the end": (
-        lambda it: [it.backend.shutdown(""), it.train(0)],
-        "forward_backward was called on a backend in state 'ended'",
-    ),
+    "training after the end": (lambda it: [it.backend.shutdown(""), it.train(0)], "forward_backward was called on a"),
     "shutdown twice": (lambda it: [it.backend.shutdown(""), it.backend.shutdown("")], "shutdown was called twice"),
 }
 
@@ -195,7 +170,7 @@ def test_a_violation_of_the_contract_is_named(wrong: str, caller: Caller) -> Non
 
 def test_a_wrong_first_call_is_named(caller: Caller) -> None:
     with pytest.raises(ContractError, match="forward_backward was called on a backend in state 'new'"):
-        caller.backend.forward_backward(PackedBatch(micro_batches=[], count=0), LOSS, (), True)
+        caller.backend.forward_backward(NOTHING, LOSS, (), True)
     with pytest.raises(ContractError, match="got rank 1 of 1 ranks"):
         caller.init(rank=1)
 

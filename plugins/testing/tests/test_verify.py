@@ -116,10 +116,7 @@ def test_an_algorithm_is_verified_with_its_settings(tmp_path: Path) -> None:
         (["plain", "--option", "speed"], "--option speed: expected KEY=VALUE"),
         (["--algorithm", "grop"], "unknown algorithm 'grop'; installed: "),
         (["--algorithm", "ppo", "algorithms.ppo.whitn=false"], "algorithms.ppo.whitn: unknown key; did you mean 'whi"),
-        (
-            ["plain", "--level", "3"],
-            "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level",
-        ),
+        (["plain", "--level", "3"], "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip"),
     ],
 )
 def test_what_cannot_be_verified_is_one_line(

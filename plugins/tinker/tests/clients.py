@@ -34,18 +34,21 @@ class Client:
     async def get(self, name: str) -> Reply:
         return await self.post("retrieve_future", {"request_id": name})
 
+    async def answer(self, asked: Reply | str) -> Any:
+        """What a request says in the end: one that was sent, or of this name."""
+        return (await self.get(asked if isinstance(asked, str) else asked.json()["request_id"])).json()
+
     async def begin(self) -> str:
         fields = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"}
         return str((await self.post("create_session", fields)).json()["session_id"])
 
     async def create(self, session: str, number: int = 0, **fields: Any) -> Reply:
-        return await self.post(
-            "create_model", {"session_id": session, "model_seq_id": number, "base_model": NAME, **fields}
-        )
+        asked = {"session_id": session, "model_seq_id": number, "base_model": NAME, **fields}
+        return await self.post("create_model", asked)
 
     async def model(self, session: str, number: int = 0) -> str:
         """The id of a model that is there."""
-        await self.get((await self.create(session, number)).json()["request_id"])
+        await self.answer(await self.create(session, number))
         return f"{session}:train:{number}"
 
     async def step(self, model: str, number: int, **fields: Any) -> Reply:
@@ -60,8 +63,11 @@ class Client:
         return await self.post("asample", asked)
 
     async def sampler(self, session: str) -> str:
-        fields = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
-        return str((await self.post("create_sampling_session", fields)).json()["sampling_session_id"])
+        return str((await self.create_sampler(session)).json()["sampling_session_id"])
+
+    async def create_sampler(self, session: str, number: int = 0) -> Reply:
+        fields = {"session_id": session, "sampling_session_seq_id": number, "base_model": NAME}
+        return await self.post("create_sampling_session", fields)
 
 
 def pass_body(model: str, number: int, *, first: int = 1, tokens: int = 2, loss: str = "cross_entropy") -> bytes:

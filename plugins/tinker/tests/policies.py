@@ -90,10 +90,8 @@ class OneNumber(ServedPolicy):
         return [self._run(rows) for rows in passes]
 
     def _run(self, rows: Rows) -> PassDone:
-        tokens, offsets = rows.samples.tokens, rows.samples.offsets
-        logprobs = (self.w - (np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets)) - 1)).astype(
-            np.float32
-        )
+        places = np.concatenate([np.arange(size) for size in np.diff(rows.samples.offsets)])
+        logprobs = (self.w - places + 1).astype(np.float32)
         if not rows.forward_only:
             self.gradient -= float(rows.samples.columns[SLOPES].sum())
         return rows.done(logprobs)
@@ -119,9 +117,8 @@ class OneNumber(ServedPolicy):
         def write(file: Path) -> int:
             return file.write_text(f"{self.w} {self.moment}")
 
-        return self.checkpoints.save(
-            path, write, ttl=asked.ttl_seconds, overwrite=overwrite, user_metadata=asked.user_metadata
-        )
+        kept = {"ttl": asked.ttl_seconds, "user_metadata": asked.user_metadata}
+        return self.checkpoints.save(path, write, overwrite=overwrite, **kept)
 
     def load(self, path: str, *, optimizer: bool) -> None:
         self._called("load")
@@ -134,10 +131,8 @@ class OneNumber(ServedPolicy):
 
     def save_for_sampler(self, asked: types.SaveWeightsForSamplerRequest) -> Sampler:
         self._called("save for sampler")
-        name = asked.path
-        return self._new_sampler(
-            self.w, self._kept(f"sampler_weights/{name}", asked, True).tinker_path if name else None
-        )
+        kept = self._kept(f"sampler_weights/{asked.path}", asked, True) if asked.path else None
+        return self._new_sampler(self.w, kept.tinker_path if kept else None)
 
     def sampler(self, model_path: str | None, base_model: str) -> Sampler:
         self._called("sampler")

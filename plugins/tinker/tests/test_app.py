@@ -50,6 +50,7 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
     session = await client.begin()
     await client.model(session)
     sampler = await client.sampler(session)
+    of_targets = {"data": [3], "dtype": "int64", "shape": [1, 1]}
     image = {"chunks": [{"type": "image", "data": "AAAA", "format": "png"}]}
     refused = [
         (await client.post("copy_weights", {}), 404, "POST /api/v1/copy_weights is not served here"),
@@ -58,26 +59,14 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
         (await client.create(session, 1, new_field=3), 400, "new_field: Extra inputs are not permitted, got 3"),
         (await client.sample(sampler, 1, prompt=image), 400, "a chunk of type 'image'; this server reads text only"),
         (await client.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served; ask for"),
-        (
-            await client.sample(sampler, 1, target_prompt_logprobs={"data": [3], "dtype": "int64", "shape": [1, 1]}),
-            400,
-            "target_prompt_logprobs is not served; ask for topk_prompt_logprobs; or, under the weights that are",
-        ),
+        (await client.sample(sampler, 1, target_prompt_logprobs=of_targets), 400, "target_prompt_logprobs is not ser"),
         (await client.sample(sampler, 1, num_samples=10**9), 400, "num_samples=1000000000 is out of range"),
         (await client.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
-        (
-            await client.sample(sampler, 1, sampling_params={"stop": [2**70]}),
-            400,
-            "stop=[1180591620717411303424] is out",
-        ),
+        (await client.sample(sampler, 1, sampling_params={"stop": [2**70]}), 400, "stop=[1180591620717411303424] is"),
         (await client.sample(sampler, 1, sampling_params={"min_p": 0.1}), 400, "sampling_params.min_p is not served"),
         (await client.sample("elsewhere", 1), 404, "session 'elsewhere' has ended"),
         (await client.post("weights_info", {"tinker_path": "tinker://a/weights/b"}), 404, "has no checkpoint here"),
-        (
-            await client.post("weights_info", {"tinker_path": "tinker://../weights/a"}),
-            400,
-            "wanted tinker://RUN/weights",
-        ),
+        (await client.post("weights_info", {"tinker_path": "tinker://../weights/a"}), 400, "wanted tinker://RUN/w"),
     ]
     for found, status, sentence in refused:
         assert found.status_code == status and sentence in found.json()["error"], found.text
@@ -122,7 +111,7 @@ async def test_bodies_may_have_64_mib_and_no_more(bench: Bench) -> None:
 
 
 @on_bench()
-async def test_a_client_that_goes_in_the_middle_of_a_body_is_no_fault(bench: Bench) -> None:
+async def test_a_client_that_leaves_amid_a_body_is_no_fault(bench: Bench) -> None:
     parts = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
     sent: list[MutableMapping[str, Any]] = []
 
@@ -133,13 +122,8 @@ async def test_a_client_that_goes_in_the_middle_of_a_body_is_no_fault(bench: Ben
         sent.append(message)
 
     headers = [(b"host", b"localhost"), (b"x-api-key", KEY.encode())]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/api/v1/forward_backward",
-        "headers": headers,
-        "query_string": b"",
-    }
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/forward_backward", "query_string": b""}
+    scope["headers"] = headers
     with contextlib.redirect_stderr(io.StringIO()) as console:
         await bench.app(scope, receive, send)
     assert (sent[0]["status"], console.getvalue()) == (499, "")

@@ -28,7 +28,7 @@ async def test_what_is_not_done_is_asked_for_again(bench: Bench) -> None:
 
 
 @on_bench()
-async def test_a_result_is_kept_until_it_was_fetched_and_ten_minutes(bench: Bench) -> None:
+async def test_a_result_is_kept_ten_minutes_after_its_fetch(bench: Bench) -> None:
     client = bench.client
     session = await client.begin()
     model, sampler = await client.model(session), await client.sampler(session)

@@ -91,12 +91,11 @@ def test_thresholds_are_those_of_the_api_unless_given() -> None:
         assert found == pytest.approx({"clip_low_threshold": low, "clip_high_threshold": high})
         assert rows(loss, given, clip_high_threshold=4.5).loss.params["clip_high_threshold"] == 4.5
     ratios = np.array([0.0, 0.0, 0.0, 0.0], np.float32)  # e and e^2
-    assert rows("ppo", ROW, clip_high_threshold=1.1).value(ratios) == pytest.approx(
-        -(1.1 * 1.5) + np.exp(2.0), rel=1e-5
-    )
+    value = rows("ppo", ROW, clip_high_threshold=1.1).value(ratios)
+    assert value == pytest.approx(-(1.1 * 1.5) + np.exp(2.0), rel=1e-5)
 
 
-def test_a_token_far_from_its_old_policy_keeps_the_sum_finite() -> None:
+def test_a_token_far_from_its_policy_keeps_sums_finite() -> None:
     found = rows("importance_sampling", datum([5, 6], logprobs=[-200.0], advantages=[-1.0]))
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     columns = {name: torch.tensor(column) for name, column in found.samples.columns.items()}
@@ -120,26 +119,11 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
         ("dro", {}, {}, "dro needs 'beta', a finite number; got None"),
         ("ppo", {}, {"clip_low_threshold": "low"}, "needs 'clip_low_threshold', a finite number; got 'low'"),
         ("ppo", {}, {"clip_low_threshold": 2.0}, "clip_low_threshold is above clip_high_threshold"),
-        (
-            "cross_entropy",
-            {},
-            {},
-            "weights: cross_entropy takes target_tokens, weights; got advantages, logprobs, target",
-        ),
-        (
-            "ppo",
-            {"mask": np.ones(3)},
-            {},
-            "mask: ppo takes advantages, logprobs, target_tokens; got advantages, logprobs, mask",
-        ),
+        ("cross_entropy", {}, {}, "weights: cross_entropy takes target_tokens, weights; got advantages, logprobs, "),
+        ("ppo", {"mask": np.ones(3)}, {}, "mask: ppo takes advantages, logprobs, target_tokens; got advantages, "),
         ("ppo", {"weights": np.array([1, 1, 2])}, {}, "ppo has no weights other than 1; multiply the advantages"),
         ("ppo", {"advantages": np.array([1, np.nan, 1])}, {}, "advantages has values that are not finite"),
-        (
-            "ppo",
-            {"target_tokens": np.array([6, 7, 32])},
-            {},
-            r"datum 0: target \[2\] is 32, where ids are from 0 to 31",
-        ),
+        ("ppo", {"target_tokens": np.array([6, 7, 32])}, {}, r"datum 0: target \[2\] is 32, where ids are from 0 to"),
         ("ppo", {name: np.ones((3, 2)) for name in INPUTS}, {}, r"target_tokens has the shape \[3, 2\], wanted \[3\]$"),
         ("ppo", {"advantages": np.ones((3, 1))}, {}, r"datum 0: advantages has the shape \[3, 1\], wanted \[3\]$"),
         ("ppo", {name: np.ones(2) for name in INPUTS}, {}, r"target_tokens has the shape \[2\], wanted \[3\]$"),
@@ -153,7 +137,7 @@ def test_what_would_be_another_loss_is_refused(
         rows(loss, Datum(tokens=np.array([5, 6, 7]), inputs={**INPUTS, **inputs}), **config)
 
 
-def test_several_targets_that_are_no_tokens_or_have_no_weights_are_refused() -> None:
+def test_wrong_tensors_of_several_targets_are_refused() -> None:
     targets, weights = np.array([[1, 2], [3, -1]]), np.array([[1.0, 1.0], [1.0, 0.5]])
     for each, sentence in (
         (weights, r"target \[1, 1\] is -1, where ids"),

@@ -189,10 +189,9 @@ def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Serv
         networks.append(copy.deepcopy(served.network))
         train(served.policy, 2)
     for last, number in ((None, 0), (2, 1), (None, 1), (3, 0)):
-        wanted = asked(
-            samplers[number], max_tokens=1, prompt_logprobs=True, topk_prompt_logprobs=4, prompt_logprobs_last_n=last
-        )
-        found = served.draw(wanted)
+        how: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": True, "prompt_logprobs_last_n": last}
+        by_ranks = asked(samplers[number], **how)
+        found = served.draw(asked(samplers[number], **how, topk_prompt_logprobs=4))
         assert found.prompt_top is not None and found.prompt_logprobs is not None
         tokens, logprobs = found.prompt_top
         with torch.no_grad():
@@ -204,9 +203,7 @@ def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Serv
         own = expected.gather(1, torch.tensor(PROMPT[-count:])[:, None])[:, 0]
         np.testing.assert_allclose(found.prompt_logprobs[-count:], own, atol=1e-5)
         assert np.isnan(logprobs[:-count]).all() and np.isnan(found.prompt_logprobs[:-count]).all()
-        scored = served.draw(
-            asked(samplers[number], max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=last)
-        )  # by the ranks
+        scored = served.draw(by_ranks)
         np.testing.assert_allclose(scored.prompt_logprobs, found.prompt_logprobs, atol=1e-5)
     assert [bool(copied) for copied in pushed] == [False, False, True, True, True]
     with pytest.raises(Refused, match="topk_prompt_logprobs=33, of 32 tokens that there are"):
@@ -241,18 +238,12 @@ def test_samples_end_at_tokens_and_texts(served: Served) -> None:
 
 def test_stops_are_told_apart(served: Served) -> None:
     sampler, ends = publish(served), (2,)
-    found = {}
-    for stop in (None, (), (5, 6), "x", ("x", "yz")):
-        params = served.policy._request(asked(sampler, stop=stop)).params
-        found[stop] = params.stop_tokens, params.stop
     (x,) = served.policy._tokenizer.encode("x", add_special_tokens=False)
-    assert found == {
-        None: (ends, ()),
-        (): ((), ()),
-        (5, 6): ((5, 6), ()),
-        "x": ((*ends, x), ()),
-        ("x", "yz"): ((*ends, x), ("yz",)),
-    }
+    wanted = {None: (ends, ()), (): ((), ()), (5, 6): ((5, 6), ()), "x": ((*ends, x), ())}
+    wanted["x", "yz"] = ((*ends, x), ("yz",))
+    for stop, expected in wanted.items():
+        params = served.policy._request(asked(sampler, stop=stop)).params
+        assert (params.stop_tokens, params.stop) == expected
 
 
 @pytest.mark.parametrize(
@@ -312,7 +303,7 @@ def engine_dies(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return lambda: served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
 
 
-def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
+def test_engines_that_die_again_cost_an_attempt_only(
     served: Served, engine_dies: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = publish(served)
@@ -340,9 +331,7 @@ def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
     assert same(drawn, expected) and len(deaths) == 1 and fatal == []
 
 
-def test_engines_that_fail_for_good_leave_a_model_that_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_that_fail_for_good_leave_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path, {"rollout": {**CONFIG["rollout"], "restarts": 0}}) as served:
         served.new_model("a:train:0")
         sampler = publish(served)

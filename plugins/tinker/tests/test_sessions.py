@@ -110,9 +110,9 @@ async def test_a_model_that_fails_to_begin_holds_nothing(bench: Bench) -> None:
     failed = await client.create(session, 1)
     early, waiting = [await client.run(f"{session}:train:1", number) for number in (1, 3)]  # before its client knows
     bench.policy.hold.set()
-    assert (await client.get(failed.json()["request_id"])).json()["error"] == "the checkpoint is broken"
+    assert (await client.answer(failed))["error"] == "the checkpoint is broken"
     for each in (early, waiting):
-        assert "was not created" in (await client.get(each.json()["request_id"])).json()["error"]
+        assert "was not created" in (await client.answer(each))["error"]
     bench.policy.refused = ""
     model = await client.model(await client.begin())
     assert (await client.post("get_info", {"model_id": model})).json()["model_name"] == NAME

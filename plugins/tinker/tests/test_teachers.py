@@ -51,8 +51,5 @@ def test_a_teachers_logprobs_are_those_of_transformers(teacher: Path, tmp_path: 
 
 
 def test_ranks_with_adapters_have_no_room_for_a_teacher(teacher: Path, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="serve.teachers: with a table"),
-        serving(tmp_path, LORA, teachers={TEACHER: str(teacher)}),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="serve.teachers: with a table"):
+        serving(tmp_path, LORA, teachers={TEACHER: str(teacher)}).__enter__()

@@ -58,9 +58,8 @@ def test_a_pass_is_read_as_the_sdk_meant_it(data: list[types.Datum], config: dic
     found = wire.read_pass(message)
     assert (message.model_id, message.seq_id, found.loss, dict(found.config)) == ("session-1:train:0", 3, "ppo", config)
     for mine, theirs in zip(found.datums, data, strict=True):
-        assert (
-            mine.tokens.tolist() == theirs.model_input.to_ints() and mine.inputs.keys() == theirs.loss_fn_inputs.keys()
-        )
+        assert mine.tokens.tolist() == theirs.model_input.to_ints()
+        assert mine.inputs.keys() == theirs.loss_fn_inputs.keys()
         for name, tensor in theirs.loss_fn_inputs.items():
             assert mine.inputs[name].dtype == tensor.to_numpy().dtype
             np.testing.assert_array_equal(mine.inputs[name], tensor.to_numpy(), strict=True)
@@ -73,9 +72,8 @@ def test_the_sdk_reads_what_a_pass_returned(given_rows: list[tuple[list[float], 
     rows = [np.array(row * max(several, 1), np.float32) for row, several in given_rows]
     shapes = [[len(row), several] if several else [len(row)] for row, several in given_rows]
     logprobs = tuple(row.reshape(shape) for row, shape in zip(rows, shapes, strict=True))
-    found = deserialize_forward_backward_output(
-        wire.pass_answer(PassDone(logprobs=logprobs, metrics={"loss:sum": 0.5})).body
-    )
+    done = PassDone(logprobs=logprobs, metrics={"loss:sum": 0.5})
+    found = deserialize_forward_backward_output(wire.pass_answer(done).body)
     assert found.metrics == {"loss:sum": 0.5}
     assert [each["logprobs"].data for each in found.loss_fn_outputs] == [row.tolist() for row in rows]
     assert [each["logprobs"].shape for each in found.loss_fn_outputs] == shapes

@@ -22,17 +22,7 @@ from corerl_testing import abandon, open_sender
 from corerl_transports import collective, ipc
 from corerl_transports.collective import CollectiveSender
 from corerl_transports.ipc import IpcSender
-from tests.weights.ends import (
-    LARGE,
-    SHAPES,
-    Engine,
-    address_of,
-    no_room,
-    peer,
-    push,
-    same,
-    weights,
-)
+from tests.weights.ends import LARGE, SHAPES, Engine, address_of, no_room, peer, push, same, weights
 
 FILES = ("disk", "delta")
 
@@ -45,16 +35,20 @@ class FlipsCollective(CollectiveSender):
         return super().transmit(flat, digest)
 
 
-class FlipsDisk(DiskSender):
+class Flips:
+    """A disk that does."""
+
     def transmit(self, bucket: Bucket, flat: torch.Tensor, directory: Path) -> None:
         flat.view(torch.int32)[1] ^= 1
-        super().transmit(bucket, flat, directory)
+        super().transmit(bucket, flat, directory)  # type: ignore[misc]
 
 
-class FlipsDelta(DeltaSender):
-    def transmit(self, bucket: Bucket, flat: torch.Tensor, directory: Path) -> None:
-        flat.view(torch.int32)[1] ^= 1
-        super().transmit(bucket, flat, directory)
+class FlipsDisk(Flips, DiskSender):
+    pass
+
+
+class FlipsDelta(Flips, DeltaSender):
+    pass
 
 
 class FlipsIpc(IpcSender):
@@ -120,10 +114,10 @@ def test_an_engine_that_cannot_load_leaves_the_others_their_update(
     sender.close()
 
 
-@pytest.mark.parametrize(
-    ("transport", "flips"),
-    [("collective", FlipsCollective), ("disk", FlipsDisk), ("delta", FlipsDelta), ("ipc", FlipsIpc)],
-)
+FLIPS = {"collective": FlipsCollective, "disk": FlipsDisk, "delta": FlipsDelta, "ipc": FlipsIpc}
+
+
+@pytest.mark.parametrize(("transport", "flips"), FLIPS.items())
 def test_one_bit_flipped_in_transit_is_refused(
     transport: str, flips: type[WeightSender], tmp_path: Path, engines: list[Engine]
 ) -> None:

@@ -20,20 +20,8 @@ from corerl_vision.shapes import png
 from corerl_vision.spec import VisionOptions
 from plugins.vision.tests.test_processor import model_of, noise
 
-WORDS = [
-    "<pad>",
-    "a",
-    "b",
-    "user",
-    "<unk>",
-    "<img>",
-    "<begin>",
-    "<end>",
-    "[IMG_BREAK]",
-    "[IMG_END]",
-    "<vision>",
-    "</vision>",
-]
+WORDS = ["<pad>", "a", "b", "user", "<unk>", "<img>", "<begin>", "<end>"]
+WORDS += ["[IMG_BREAK]", "[IMG_END]", "<vision>", "</vision>"]
 IMAGE, BEGIN, END, BREAK, LAST, OPEN, CLOSE = 5, 6, 7, 8, 9, 10, 11
 QWEN = "<vision><img></vision>"
 

@@ -50,10 +50,7 @@ def test_sampling_from_all_tokens_may_be_written_as_minus_one() -> None:
     [
         (b"{", "the request is not valid JSON"),
         (b"[" * 200_000, "the request is not valid JSON: it is nested more deeply than can be read"),
-        (
-            rb'{"messages": [{"role": "user", "content": "\ud800"}]}',
-            "the request is not valid JSON: a text in it has half",
-        ),
+        (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "the request is not valid JSON: a text in it has"),
         (b"{}", "messages: missing"),
         (b"[]", "messages: missing"),
         (b'{"messages": {}}', "messages: missing or not a list; send a list of messages"),

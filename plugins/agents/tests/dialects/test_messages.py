@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.dialects.messages import read_request
 from corerl_agents.refused import Refused
+from plugins.agents.tests.clients import of_anthropic
 from tests.later import Later, wants
-from tests.machine import paced
 
 anthropic: Any = Later("anthropic")
 pytestmark = wants("anthropic")
-platform.platform()  # the client asks for it; the first answer comes from a process, which tests must not start
 PROMPT = Prompt(index=0, text="What is 2 + 3?", answer="5")
 USER: Any = {"role": "user", "content": "What is 2 + 3?"}
 ADD: Any = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
@@ -27,20 +25,13 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "ü"}}</tool_call>
 THOUGHT = f"<think>I add.</think>I call.\n{CALL}"
 
 
-def client(url: str) -> Any:
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
-
-
 def read(**fields: Any) -> ChatRequest:
     return read_request(json.dumps({"messages": [USER], **fields}), {"temperature": 1.0})
 
 
 def test_a_conversation_with_a_tool_is_one_row() -> None:
-    separate = EpisodesConfig(reasoning="separate")
-    with (
-        scripted(PROMPT, [THOUGHT, "It is 5"], options=separate) as script,
-        client(script.episode.anthropic_url) as ours,
-    ):
+    separate, answers = EpisodesConfig(reasoning="separate"), [THOUGHT, "It is 5"]
+    with scripted(PROMPT, answers, options=separate) as script, of_anthropic(script.episode.anthropic_url) as ours:
         messages: list[Any] = [USER]
         asked: dict[str, Any] = {"model": "any", "max_tokens": 4096, "system": "You add.", "tools": [ADD]}
         shown = {name: asked[name] for name in ("model", "system", "tools")}
@@ -60,47 +51,37 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
         assert [block.to_dict() for block in second.content] == [{"type": "text", "text": "It is 5"}]
         assert second.stop_reason == "end_turn"
         ((before, said, between, last),) = script.rows
-    assert before[0].startswith("tools: ") and before[0].endswith(
-        "system: You add.<|end|>\nuser: What is 2 + 3?<|end|>\nassistant: "
-    )
+    shown = "system: You add.<|end|>\nuser: What is 2 + 3?<|end|>\nassistant: "
+    assert before[0].startswith("tools: ") and before[0].endswith(shown)
     assert (said, last) == ((f"{THOUGHT}<|end|>", True), ("It is 5<|end|>", True))
     assert between == ("\ntool: 5<|end|>\nassistant: ", False)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_says_which_text_has_ended_it(stream: bool) -> None:
-    with scripted(PROMPT, ["I add. ### It"] * 3) as script, client(script.episode.anthropic_url) as ours:
+def test_an_answer_says_what_has_ended_it(stream: bool) -> None:
+    with scripted(PROMPT, ["I add. ### It"] * 4) as script, of_anthropic(script.episode.anthropic_url) as ours:
         ended = []
-        for texts in (["!", "###", "add. ##"], ["###"], ["It is"]):
-            asked: dict[str, Any] = {"model": "any", "max_tokens": 99, "messages": [USER], "stop_sequences": texts}
+        for texts, most in ((["!", "###", "add. ##"], 99), (["###"], 99), (["It is"], 99), ([], 3)):
+            asked: dict[str, Any] = {"model": "any", "max_tokens": most, "messages": [USER], "stop_sequences": texts}
             if stream:
                 with ours.messages.stream(**asked) as events:
                     ended.append(events.get_final_message())
             else:
                 ended.append(ours.messages.create(**asked))
-    assert [(each.stop_reason, each.stop_sequence) for each in ended] == [
-        ("stop_sequence", "add. ##"),
-        ("stop_sequence", "###"),
-        ("end_turn", None),
+    assert [(each.stop_reason, each.stop_sequence, each.content[0].text) for each in ended] == [
+        *(("stop_sequence", "add. ##", "I "), ("stop_sequence", "###", "I add. ")),
+        *(("end_turn", None, "I add. ### It"), ("max_tokens", None, "I a")),
     ]
-    assert [each.content[0].text for each in ended] == ["I ", "I add. ", "I add. ### It"]
-
-
-def test_an_answer_that_is_cut_has_used_up_its_tokens() -> None:
-    with scripted(PROMPT, ["It is 5"]) as script, client(script.episode.anthropic_url) as ours:
-        cut = ours.messages.create(model="any", max_tokens=3, messages=[USER])
-    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
-    assert [block.to_dict() for block in cut.content] == [{"type": "text", "text": "It "}]
+    assert ended[-1].usage.output_tokens == 3
 
 
 def test_errors_have_anthropics_shape() -> None:
-    with scripted(PROMPT, []) as script, client(script.episode.anthropic_url) as ours:
+    with scripted(PROMPT, []) as script, of_anthropic(script.episode.anthropic_url) as ours:
         with pytest.raises(anthropic.BadRequestError) as refused:
             ours.messages.create(model="any", max_tokens=3, messages=[USER], tool_choice={"type": "any"}, tools=[ADD])
-        assert isinstance(refused.value.body, dict) and refused.value.body["error"]["type"] == "invalid_request_error"
-        assert refused.value.body["error"]["message"].startswith(
-            "tool_choice: got {'type': 'any'}, wanted an object of "
-        )
+        error = refused.value.body["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith("tool_choice: got {'type': 'any'}, wanted an object of ")
         with pytest.raises(anthropic.NotFoundError):
             ours.post("/v1/nothing", cast_to=object)
 

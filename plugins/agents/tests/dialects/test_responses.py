@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from typing import Any
 
 import pytest
@@ -14,20 +13,12 @@ from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.dialects.responses import read_request
 from corerl_agents.refused import Refused
-from tests.later import Later
-from tests.machine import paced
+from plugins.agents.tests.clients import of_openai
 
-openai: Any = Later("openai")
-
-platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
 PROMPT = Prompt(index=0, text="What is 2 + 3?", answer="5")
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": True}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "ü"}}</tool_call>'
 THOUGHT = f"<think>I add.</think>I call.\n{CALL}"
-
-
-def client(url: str) -> Any:
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
 
 
 def read(**fields: Any) -> ChatRequest:
@@ -36,7 +27,7 @@ def read(**fields: Any) -> ChatRequest:
 
 def test_a_conversation_with_a_tool_is_one_row() -> None:
     separate = EpisodesConfig(reasoning="separate")
-    with scripted(PROMPT, [THOUGHT, "It is 5"], options=separate) as script, client(script.episode.base_url) as ours:
+    with scripted(PROMPT, [THOUGHT, "It is 5"], options=separate) as script, of_openai(script.episode.base_url) as ours:
         items: list[Any] = [{"role": "user", "content": PROMPT.text}]
         asked: dict[str, Any] = {"model": "any", "instructions": "You add.", "tools": [ADD]}
         first = ours.responses.create(input=items, **asked)
@@ -59,20 +50,17 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
 
 
 def test_an_answer_that_is_cut_is_incomplete() -> None:
-    with scripted(PROMPT, ["It is 5"]) as script, client(script.episode.base_url) as ours:
+    with scripted(PROMPT, ["It is 5"]) as script, of_openai(script.episode.base_url) as ours:
         cut = ours.responses.create(model="any", max_output_tokens=3, input=PROMPT.text)
     assert (cut.status, cut.output_text) == ("incomplete", "It ")
     assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
 
 
 def test_items_are_read_as_messages_of_a_conversation() -> None:
+    shown = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,"}]
     items = [
         {"role": "developer", "content": "Be brief."},
-        {
-            "type": "message",
-            "role": "user",
-            "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,"}],
-        },
+        {"type": "message", "role": "user", "content": shown},
         {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "I think."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I call."}]},
         {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},

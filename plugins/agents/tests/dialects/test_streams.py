@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +12,8 @@ from corerl.rollout import EventLoop
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece, Piece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
-from tests.later import Later
-from tests.machine import paced
+from plugins.agents.tests.clients import of_anthropic, of_openai, openai
 
-openai: Any = Later("openai")
-
-platform.platform()  # the clients ask for it; the first answer comes from a process, which tests must not start
 CALL = {"id": "call00100", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 ASKED: dict[str, Any] = {"model": "any"}
 USER: Any = {"role": "user", "content": "hello"}
@@ -28,14 +23,8 @@ TEXTS = [("I th", ""), ("I think", ""), ("I think.", "It"), ("I think.", "It is"
 async def in_pieces(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
     for tokens, (reasoning, text) in enumerate(TEXTS):
         on_piece(Piece(text=text, reasoning=reasoning, prompt_tokens=5, tokens=tokens))
-    return ChatAnswer(
-        text="It is 5.",
-        reasoning="I think.",
-        tool_calls=[CALL],
-        finish_reason="tool_calls",
-        prompt_token_ids=np.arange(5),
-        token_ids=np.arange(4),
-    )
+    ids = {"prompt_token_ids": np.arange(5), "token_ids": np.arange(4)}
+    return ChatAnswer(text="It is 5.", reasoning="I think.", tool_calls=[CALL], finish_reason="tool_calls", **ids)
 
 
 async def breaks(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
@@ -50,17 +39,8 @@ def server(loop: EventLoop) -> Iterator[ChatServer]:
     made.close()
 
 
-def client(url: str) -> Any:
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
-
-
-def claude(url: str) -> Any:
-    anthropic = pytest.importorskip("anthropic", reason="wants anthropic")
-    return anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=paced(20))
-
-
 def test_chunks_of_chat_completions_add_up(server: ChatServer) -> None:
-    with client(server.open(in_pieces)) as ours:
+    with of_openai(server.open(in_pieces)) as ours:
         chunks = list(ours.chat.completions.create(messages=[USER], stream=True, **ASKED))
     deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
     assert [delta.get("content") for delta in deltas] == [None, None, "It", " is", " 5."]
@@ -73,7 +53,7 @@ def test_chunks_of_chat_completions_add_up(server: ChatServer) -> None:
 
 def test_events_of_messages_add_up(server: ChatServer) -> None:
     asked: dict[str, Any] = {**ASKED, "max_tokens": 9, "messages": [USER]}
-    with claude(server.open(in_pieces)) as ours:
+    with of_anthropic(server.open(in_pieces).removesuffix("/v1")) as ours:
         with ours.messages.stream(**asked) as stream:
             events = list(stream)
             streamed = stream.get_final_message()
@@ -85,7 +65,7 @@ def test_events_of_messages_add_up(server: ChatServer) -> None:
 
 
 def test_events_of_responses_add_up(server: ChatServer) -> None:
-    with client(server.open(in_pieces)) as ours:
+    with of_openai(server.open(in_pieces)) as ours:
         with ours.responses.stream(input="hello", **ASKED) as stream:
             events = list(stream)
             streamed = stream.get_final_response()
@@ -102,12 +82,12 @@ def test_events_of_responses_add_up(server: ChatServer) -> None:
 def test_a_stream_that_breaks_off_ends_with_the_reason(server: ChatServer) -> None:
     refusals: list[str] = []
     url = server.open(breaks, refusals.append)
-    with client(url) as ours:
+    with of_openai(url) as ours:
         with pytest.raises(openai.APIError, match="^the episode is over$"):
             list(ours.chat.completions.create(messages=[USER], stream=True, **ASKED))
         *_, last = ours.responses.create(input="hello", stream=True, **ASKED)  # it raises nothing for this event
         assert last.type == "error" and (last.code, last.message) == ("episode_over", "the episode is over")
-    with claude(url) as ours, pytest.raises(Exception, match="the episode is over") as broken:
+    with of_anthropic(url.removesuffix("/v1")) as ours, pytest.raises(Exception, match="the episode is over") as broken:
         list(ours.messages.create(max_tokens=9, messages=[USER], stream=True, **ASKED))
     assert type(broken.value).__module__.startswith("anthropic")
     assert refusals == ["the episode is over"] * 3

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 import numpy as np
 from attrs import evolve
 
-from corerl.engines import GenerateRequest, Generation
 from corerl_agents.episodes import Episode
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play
-from tests.machine import paced
+from plugins.agents.tests.clients import post
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Play, with_experts
 
 LONG = evolve(PARAMS, max_tokens=40)
 
 
-def post(episode: Episode, **body: Any) -> dict[str, Any]:
-    asked = urllib.request.Request(f"{episode.base_url}/tokens", json.dumps(body).encode())
-    try:
-        with urllib.request.urlopen(asked, timeout=paced(20)) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-    except urllib.error.HTTPError as refused:
-        found = json.loads(refused.read())
+def ask(episode: Episode, **body: Any) -> dict[str, Any]:
+    found: dict[str, Any] = post(f"{episode.base_url}/tokens", body)[1]
     return found
-
-
-def with_experts(request: GenerateRequest) -> Generation:
-    """The expert of a token is its place in the row; its own last one is unknown."""
-    drawn = Oracle()(request)
-    lengths = np.diff(request.offsets) + np.diff(drawn.offsets)
-    experts = np.concatenate([[*range(length - 1), -1] for length in lengths]).astype(np.int16)
-    return evolve(drawn, routed_experts=experts.reshape(-1, 1, 1))
 
 
 def test_a_row_has_the_tokens_that_were_sent_and_sampled(play: Play) -> None:
@@ -42,7 +25,7 @@ def test_a_row_has_the_tokens_that_were_sent_and_sampled(play: Play) -> None:
     def function(episode: Episode) -> None:
         tokens, answers = TOKENIZER.encode(episode.prompt.text), list[dict[str, Any]]()
         for _ in range(2):
-            answers.append({"before": tokens, **post(episode, token_ids=tokens, max_tokens=6)})
+            answers.append({"before": tokens, **ask(episode, token_ids=tokens, max_tokens=6)})
             tokens = [*tokens, *answers[-1]["token_ids"], 11, 14]
         told[episode.prompt.index] = answers
 
@@ -68,7 +51,7 @@ def test_a_row_has_the_tokens_that_were_sent_and_sampled(play: Play) -> None:
     assert set(batch.row_columns["turns"].tolist()) == {2} and rollout.outcomes == [None, None]
 
 
-def test_tokens_go_on_from_a_chat_and_not_the_other_way(play: Play) -> None:
+def test_tokens_go_on_from_a_chat_never_the_other_way(play: Play) -> None:
     asked: list[list[int]] = []
 
     def function(episode: Episode) -> None:
@@ -77,11 +60,11 @@ def test_tokens_go_on_from_a_chat_and_not_the_other_way(play: Play) -> None:
         begin = [*TOKENIZER.encode(episode.prompt.text)]
         whole = episode.chat([{"role": "user", "content": "9>"}], max_tokens=4, return_token_ids=True)["token_ids"]
         nine = [*TOKENIZER.encode("9>"), *whole, 5, 14]
-        asked.append([*nine, *post(episode, token_ids=nine, max_tokens=4)["token_ids"]])
+        asked.append([*nine, *ask(episode, token_ids=nine, max_tokens=4)["token_ids"]])
         messages += [choice["message"], {"role": "user", "content": "7>"}]
         episode.chat(messages, max_tokens=4)  # on from the first answer, though tokens went on meanwhile
         other = [*begin, 13, 13]
-        asked.append([*other, *post(episode, token_ids=other, max_tokens=4)["token_ids"]])
+        asked.append([*other, *ask(episode, token_ids=other, max_tokens=4)["token_ids"]])
 
     rollout = play(function, params=LONG, samples=1, prompts=PROMPTS[:1])
     batch = rollout.batch
@@ -95,10 +78,10 @@ def test_an_episode_without_room_ends_with_an_empty_answer(play: Play) -> None:
 
     def function(episode: Episode) -> float:
         tokens = TOKENIZER.encode("5>")
-        first = post(episode, token_ids=tokens, max_tokens=2)
+        first = ask(episode, token_ids=tokens, max_tokens=2)
         full = [*tokens, *first["token_ids"], *[5] * 12]
-        told.extend([post(episode, token_ids=full), post(episode, token_ids=[*full, 5])])
-        told.append(post(episode, token_ids=[5, len(TOKENIZER)]))
+        told.extend([ask(episode, token_ids=full), ask(episode, token_ids=[*full, 5])])
+        told.append(ask(episode, token_ids=[5, len(TOKENIZER)]))
         return 1.0
 
     rollout = play(function, params=PARAMS, samples=1, prompts=PROMPTS[:1])
