@@ -64,6 +64,7 @@ def test_python_runs_as_it_stands(
 ) -> None:
     if START in block.text:
         request.getfixturevalue("shared_ray")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # pages are of a checkout
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, str(block), "exec"), {"__name__": "__documentation__"})
 
