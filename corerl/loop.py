@@ -26,7 +26,8 @@ def training(run: Run) -> None:
         run.check_logprobs()
         run.evaluate()
     for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
-        with run.rewinding_if_ranks_die():  # then the steps since the last checkpoint come again
+        # A death ends the block, and is not raised: `batches` then goes on from the last checkpoint.
+        with run.rewinding_if_ranks_die():
             batch = run.prepare(scored)
             results = run.optimize(batch)
             run.progress.steps_done += 1
@@ -55,7 +56,7 @@ def sampling(run: Run) -> None:
         run.progress.begin("rollout")
 
 
-def scoring(run: Run) -> None:
+def evaluating(run: Run) -> None:
     """Score the initial or resumed weights on the held-out prompts."""
     run.push_weights()
     run.sleep_ranks()
@@ -66,7 +67,7 @@ LOOPS: Mapping[str, Callable[[Run], None]] = {
     "train": training,
     "train-only": training,
     "rollout-only": sampling,
-    "eval": scoring,
+    "eval": evaluating,
 }
 
 

@@ -3,6 +3,10 @@
 The driver starts every part of an update, and their results end it: ranks send, engines receive. An engine that fails
 meanwhile is reported to the ranks, which would wait for it. The first failure is the cause; later ones follow from it.
 An engine that missed an update serves nothing, and is replaced.
+
+`Run.push_weights` decides whether an update is due, and calls `update`. That calls `_try_update`, which lets engines
+pause and ranks wake, and `_send_and_receive`, until all engines have the weights; in between `_replace` starts others.
+A loop of one's own calls `push`, which does the same without a schedule.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ class Engines:
     _rendezvous: _Rendezvous | None = None  # None: the next update makes one
     _updates: int = 0  # that reached all engines
     _unverified: bool = False  # the engines cannot report `weight_sums`
-    _served: set[str] = field(factory=set)  # engines whose current process has taken an update
+    _updated_once: set[str] = field(factory=set)  # engines whose current process has taken an update
     _pushing: bool = False
     _changes: int = -1  # of the group's weights, when they were sent last by a loop of one's own
 
@@ -235,11 +239,13 @@ class Engines:
         last update, and replace engines that miss the update. `hold` keeps from generating meanwhile engines that may.
         Raises WeightUpdateError, or the cause of an engine's death, if replacing does not help."""
         before = self.policies.version
-        while failed := self._attempt(hold, self.policies.next(new=new and self.policies.version == before), snapshot):
+        while failed := self._try_update(
+            hold, self.policies.next(new=new and self.policies.version == before), snapshot
+        ):
             self._replace(failed)
         self._updates += 1
 
-    def _attempt(self, hold: Hold | None, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
+    def _try_update(self, hold: Hold | None, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
         """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
         why."""
         with contextlib.ExitStack() as stack:
@@ -250,13 +256,13 @@ class Engines:
                 return self.fleet.died
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
-                failed = self._update(policies, snapshot)
+                failed = self._send_and_receive(policies, snapshot)
             # Before any call to all engines, even to resume or sleep: an engine that hangs does not answer, and one
             # with a failed device fails again.
             self.fleet.leave_out(failed)
             return failed
 
-    def _update(self, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
+    def _send_and_receive(self, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
         # The version is used up even if no engine takes it: engines refuse a version that they have.
         self.policies, version = policies, policies.version
         group, fleet, every = self.group, self.fleet, self.config.verify_every
@@ -282,7 +288,7 @@ class Engines:
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
         taken = [name for name in fleet.names if name not in missed]
         fleet.updated(taken, {name: received[name].held or (version,) for name in taken})
-        self._served.update(taken)
+        self._updated_once.update(taken)
         if missed:
             silent = f"no answer within {address.timeout:g} s after the update's end"
             return self._to_replace(missed, causes, sent, silent)
@@ -305,7 +311,7 @@ class Engines:
         if self._rendezvous is not None:
             abandon(self._rendezvous.address)
         self._rendezvous = None
-        self._served &= set(self.fleet.names)
+        self._updated_once &= set(self.fleet.names)
 
     def _to_replace(
         self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult, silent: str
@@ -317,7 +323,7 @@ class Engines:
         """
         gone = [name for name, each in missed.items() if each is None or each.died]
         errors = {name: _reason(missed[name], sent.engines.get(name, ""), silent) for name in gone or causes or missed}
-        if not gone and (never := sorted(errors.keys() - self._served)):
+        if not gone and (never := sorted(errors.keys() - self._updated_once)):
             reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
             raise WeightUpdateError(f"weights version {self.policies.version} did not reach every engine: {reasons}")
         return {
@@ -353,7 +359,7 @@ class Engines:
                 raise refused.with_cause(next(iter(failed.values()))) from refused
             self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})
         self.residency.engines_changed()
-        self._served -= failed.keys()
+        self._updated_once -= failed.keys()
         self.new_rendezvous()
 
 

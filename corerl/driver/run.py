@@ -119,7 +119,7 @@ class Run:
         """The next rollout step. If its prompts come one by one, the ranks have already accumulated gradients of the
         first ones."""
         self._streamed = None  # that of the step before
-        while arrived := self._served(self.sampling.source.arrived()):
+        while arrived := self._wait_replacing_engines(self.sampling.source.arrived()):
             if self._streamed is None:
                 trains = self.actor.loss is not None and self.progress.steps_done >= self.actor.first_step
                 self._streamed = StreamedStep(
@@ -131,9 +131,9 @@ class Run:
                 )
             self._streamed.add(arrived)
             self.progress.begin("rollout")
-        return self._served(self.sampling.source.next())
+        return self._wait_replacing_engines(self.sampling.source.next())
 
-    def _served(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait_replacing_engines(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
         if self.engines is None:
             return self.sampling.loop.run(work)
@@ -147,7 +147,7 @@ class Run:
         if self.logprob_check is None:
             return
         with self.progress.phase("compare"):
-            samples = self._served(self.logprob_check.sample())
+            samples = self._wait_replacing_engines(self.logprob_check.sample())
         self._compare(self.logprob_check, samples)
         self.push_weights()  # only engines that take turns with the ranks in memory have lost them
         self.sleep_ranks()
@@ -170,7 +170,7 @@ class Run:
         check = self.logprob_check
         if check is not None and check.due and self._pushed_at == self.actor.next_optimizer_step:  # engines hold these
             fresh = check.choose(samples)
-            self._compare(check, fresh if len(fresh) else self._served(check.sample()))
+            self._compare(check, fresh if len(fresh) else self._wait_replacing_engines(check.sample()))
         samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
@@ -180,7 +180,9 @@ class Run:
         return batch
 
     def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
-        """The samples with all columns that advantages are computed from."""
+        """The samples with all columns that advantages are computed from: passes of the actor, the reference and the
+        critic, of samples whose truncated rows are masked if the run says so. Where no pass computes `old_logprobs`
+        again, they are the engine's."""
         algorithm = self.plan.algorithm
         if algorithm.settings.overlong == "mask":
             samples = without_truncated(samples)
@@ -322,13 +324,13 @@ class Run:
         self._pushed_at = self.actor.next_optimizer_step
 
     def update_engines(self) -> None:
-        """Push weights outside of a step, whatever the schedule says: to engines that are new or have lost theirs, and
-        to others in the place of those that have died."""
+        """Push weights outside of a step. Engines that are new or have lost their weights make a push due whatever the
+        schedule says, and so others start in the place of those that have died."""
         self.push_weights()
         self.sleep_ranks()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
-        # Engines that slept, or are new, hold no weights.
+        # Engines that slept, or are new, hold no weights; without any, no engine samples.
         if self._pushed_at is None or not fleet.all_serve:
             return True
         every = self.plan.weights.every
@@ -355,7 +357,7 @@ class Run:
 
     def evaluate(self, *, always: bool = False) -> None:
         """Evaluate on the sets of held-out prompts that are due, or on all."""
-        self.evaluations.run(self._served, always=always)
+        self.evaluations.run(self._wait_replacing_engines, always=always)
         self.progress.begin("rollout" if self.sampling.sampler else "reading")
 
     def save(self) -> None:

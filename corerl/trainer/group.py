@@ -30,7 +30,15 @@ from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
-from corerl.trainer.results import Gradients, agreed, common_manifest, gradients, scatter, trained, updated
+from corerl.trainer.results import (
+    Gradients,
+    assemble_columns,
+    common_manifest,
+    merge_gradients,
+    merge_inits,
+    merge_train_results,
+    merge_updates,
+)
 from corerl.types import (
     PICTURE,
     TARGETS,
@@ -226,7 +234,7 @@ class TrainGroup:
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
-        result = agreed(results, self.plan)
+        result = merge_inits(results, self.plan)
         self.loaded_version = result.weights_version
         return result
 
@@ -248,7 +256,7 @@ class TrainGroup:
         self._require_targets("train", shared.samples)
         self.changes += 1
         pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
-        return self._add(pending, partial(trained, role=self.role))
+        return self._add(pending, partial(merge_train_results, role=self.role))
 
     def forward_backward(
         self,
@@ -270,7 +278,7 @@ class TrainGroup:
         columns = shared.samples.columns
         pending = self._start_reading("forward_backward", shared, columns, plan, loss, wanted, last)
 
-        asked = partial(gradients, outputs=wanted, batch=shared.samples, members=plan.members, role=self.role)
+        asked = partial(merge_gradients, outputs=wanted, batch=shared.samples, members=plan.members, role=self.role)
         return self._add(pending, asked)
 
     def optimizer_step(self, step: Step, *, scale: float = 1.0) -> Future[TrainResult]:
@@ -280,7 +288,7 @@ class TrainGroup:
         self._require_step("optimizer_step", step)
         self.changes += 1
         pending = self._start("optimizer_step", step, scale, at=_at(step))
-        return self._add(pending, partial(trained, role=self.role))
+        return self._add(pending, partial(merge_train_results, role=self.role))
 
     def plan_steps(self, samples: SampleBatch, *, seed: int) -> list[StepPlan]:
         """The optimizer steps of a rollout batch, as its `[train]` and its algorithm say: `mini_batches` in each of
@@ -332,7 +340,7 @@ class TrainGroup:
             columns.append(TARGETS)
         given = SharedBatch(samples) if shared is None else shared
         pending = self._start_reading("forward", given, columns, plan, wanted, snapshot, replay)
-        return self._add(pending, partial(scatter, outputs=wanted, batch=samples, role=self.role))
+        return self._add(pending, partial(assemble_columns, outputs=wanted, batch=samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -360,7 +368,7 @@ class TrainGroup:
         of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent, to engines that hold all
         other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
-        return self._add(self._start("update_weights", address, version, verify, adapters, snapshot), updated)
+        return self._add(self._start("update_weights", address, version, verify, adapters, snapshot), merge_updates)
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
         """During an update at `address`, let its senders wait no more for this engine, which has died or refused it."""

@@ -38,7 +38,7 @@ class Gradients:
     outputs: Mapping[Output, Array]  # each [N, ...]
 
 
-def agreed(results: Sequence[InitResult], plan: RolePlan) -> InitResult:
+def merge_inits(results: Sequence[InitResult], plan: RolePlan) -> InitResult:
     """That of all ranks of `plan`, which have the same state, and layouts that fit together."""
     dp_size = results[0].layout.dp_size
     for rank, result in enumerate(results):
@@ -76,7 +76,7 @@ def _fault(layouts: Sequence[ParallelLayout]) -> str:
     return ""
 
 
-def trained(results: Sequence[TrainResult], *, role: str) -> TrainResult:
+def merge_train_results(results: Sequence[TrainResult], *, role: str) -> TrainResult:
     """Metrics are merged over ranks, tokens summed."""
     if len({result.applied for result in results}) != 1:
         applied = [rank for rank, result in enumerate(results) if result.applied]
@@ -98,7 +98,7 @@ def trained(results: Sequence[TrainResult], *, role: str) -> TrainResult:
     )
 
 
-def gradients(
+def merge_gradients(
     results: Sequence[GradientResult],
     *,
     outputs: tuple[Output, ...],
@@ -108,7 +108,7 @@ def gradients(
 ) -> Gradients:
     """Of the samples `members` of `batch`, with these outputs."""
     found = [each.outputs for each in results if each.outputs is not None]
-    columns = scatter(found, outputs, batch, members, role=role, verb="forward_backward") if outputs else {}
+    columns = assemble_columns(found, outputs, batch, members, role=role, verb="forward_backward") if outputs else {}
     return Gradients(
         metrics=merge_metrics(result.metrics for result in results),
         tokens=sum(result.tokens for result in results),
@@ -122,7 +122,7 @@ def common_manifest(manifests: Sequence[Manifest], *, role: str) -> Manifest:
     return manifests[0]
 
 
-def updated(results: Sequence[UpdateResult]) -> UpdateResult:
+def merge_updates(results: Sequence[UpdateResult]) -> UpdateResult:
     engines: dict[str, str] = {}
     for result in results:
         for name, error in result.engines.items():
@@ -136,7 +136,7 @@ def updated(results: Sequence[UpdateResult]) -> UpdateResult:
     )
 
 
-def scatter(
+def assemble_columns(
     results: Sequence[ForwardResult],
     outputs: tuple[Output, ...],
     batch: SampleBatch,

@@ -1,4 +1,10 @@
-"""Move HF-named weights from trainer to engines: chunks, manifest, buckets, transports."""
+"""Move HF-named weights from trainer to engines.
+
+A `Box` is a block of a tensor: its offsets and sizes. A `Chunk` is the block of one HF tensor that a rank holds, with
+its memory. A `Manifest` says which HF tensors an update has, with their shapes and dtypes, in which `Bucket`s: a bucket
+is sent at once, and has a place for each tensor in flat memory. `GatherPlan` fills a bucket from the chunks of all
+ranks; a transport's `WeightSender` sends it, and its `Receiver` gives the engine views of the HF tensors.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import ContractError
-from corerl.trainer.results import scatter
+from corerl.trainer.results import assemble_columns
 from corerl.types import FloatArray, ForwardResult, Output, SampleBatch
 from tests.trainer.outputs import LOGPROBS, batch_of, result_of
 
@@ -17,7 +17,7 @@ from tests.trainer.outputs import LOGPROBS, batch_of, result_of
 def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
     batch = batch_of(3, 1, 4, 0, 2)
     results = [result_of(batch, 4, 0), result_of(batch), result_of(batch, 3, 2, 1)]
-    columns = scatter(results, LOGPROBS, batch, role="actor")
+    columns = assemble_columns(results, LOGPROBS, batch, role="actor")
     assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
     assert columns[Output.LOGPROBS].dtype == np.float32
 
@@ -37,7 +37,7 @@ def test_a_missing_repeated_or_foreign_sample_is_an_error(
     batch = batch_of(3, 1, 4)
     planned = None if once is None else np.array(once)
     with pytest.raises(ContractError) as caught:
-        scatter([result_of(batch, *samples) for samples in chosen], LOGPROBS, batch, planned, role="actor")
+        assemble_columns([result_of(batch, *samples) for samples in chosen], LOGPROBS, batch, planned, role="actor")
     assert caught.value.message == f"actor: {said}"
 
 
@@ -55,7 +55,7 @@ def experts_of(batch: SampleBatch, *samples: int, dtype: type = np.int16, layers
 def test_experts_of_all_layers_are_scattered_as_integers() -> None:
     batch = batch_of(3, 1, 4, 0, 2)
     results = [experts_of(batch, 4, 0), result_of(batch), experts_of(batch, 3, 2, 1)]
-    column = scatter(results, (EXPERTS,), batch, role="actor")[EXPERTS]
+    column = assemble_columns(results, (EXPERTS,), batch, role="actor")[EXPERTS]
     assert column.dtype == np.int16
     assert column.tolist() == [[[10 * t, -t], [10 * t + 1, -t], [10 * t + 2, -t]] for t in batch.tokens.tolist()]
 
@@ -66,7 +66,7 @@ def test_experts_of_all_layers_are_scattered_as_integers() -> None:
 def test_disagreement_on_an_outputs_shape_is_an_error(other: dict[str, Any], said: str) -> None:
     batch = batch_of(3, 1)
     with pytest.raises(ContractError) as caught:
-        scatter([experts_of(batch, 0), experts_of(batch, 1, **other)], (EXPERTS,), batch, role="actor")
+        assemble_columns([experts_of(batch, 0), experts_of(batch, 1, **other)], (EXPERTS,), batch, role="actor")
     wanted = "actor: forward returned routed_experts as int16 [3, 2] per token on one rank"
     assert caught.value.message == f"{wanted} and as {said} on another"
 
@@ -74,7 +74,7 @@ def test_disagreement_on_an_outputs_shape_is_an_error(other: dict[str, Any], sai
 def test_a_sample_of_another_length_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), offsets=np.array([0, 2, 5]))
     with pytest.raises(ContractError, match=r"^actor: forward returned samples whose lengths differ from the batch$"):
-        scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
+        assemble_columns([result], LOGPROBS, batch_of(3, 2), role="actor")
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,13 @@ def test_a_sample_of_another_length_is_an_error() -> None:
 )
 def test_a_missing_or_short_output_is_an_error(outputs: dict[Output, FloatArray], said: str) -> None:
     with pytest.raises(ContractError) as caught:
-        scatter([evolve(result_of(batch_of(3, 2), 0, 1), outputs=outputs)], LOGPROBS, batch_of(3, 2), role="actor")
+        assemble_columns(
+            [evolve(result_of(batch_of(3, 2), 0, 1), outputs=outputs)], LOGPROBS, batch_of(3, 2), role="actor"
+        )
     assert caught.value.message == f"actor: {said}"
 
 
 def test_a_sample_that_was_never_given_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), rows=np.array([0, 7]))
     with pytest.raises(ContractError, match=r"^actor: forward returned samples outside its batch of 2$"):
-        scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
+        assemble_columns([result], LOGPROBS, batch_of(3, 2), role="actor")
