@@ -22,7 +22,7 @@ class CheckpointSource:
 
     def __init__(self, role_dir: str | Path, *wanted: str) -> None:
         self._directory = Path(role_dir)
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of every tensor of these keys, by name
         self._boxes: dict[str, list[tuple[int, SavedBox]]] = {}  # name -> (rank that wrote it, box)
         self._writers = written_ranks(self._directory)
         self._files: dict[int, Any] = {}  # open files by rank; opening maps the file and reads its header
@@ -35,18 +35,13 @@ class CheckpointSource:
             for saved in index.boxes:
                 keys.add(saved.key)
                 if saved.key in wanted:
-                    self._shapes[saved.name] = saved.shape
+                    self.shapes[saved.name] = saved.shape
                     self._boxes.setdefault(saved.name, []).append((rank, saved))
         if wanted[0] not in keys:
             raise CheckpointError(f"{role_dir} has no {wanted[0]!r}; it has {', '.join(sorted(keys)) or 'nothing'}")
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of these keys, by name."""
-        return dict(self._shapes)
-
     def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._shapes.get(name)
+        return self.shapes.get(name)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Read one box [*sizes], float32 on the CPU. Raises CheckpointError if the files do not hold all of it, or if a
@@ -89,8 +84,7 @@ class CheckpointSource:
         path = self._directory / tensor_file(rank)
         with _reading(path):
             if rank not in self._files:
-                path.open("rb").close()  # safe_open takes any error for a missing file
-                self._files[rank] = safe_open(path, framework="pt")
+                self._files[rank] = _opened(path)
             handle = self._files[rank]
             # A part alone has no checksum: `verify` reads the whole.
             expected = self._sums.pop((rank, saved.stored), None) if whole else None
@@ -137,8 +131,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
     index = read_index(directory, rank)
     path = directory / tensor_file(rank)
     with _reading(path):
-        path.open("rb").close()  # safe_open takes any error for a missing file
-        with safe_open(path, framework="pt") as handle:
+        with _opened(path) as handle:
 
             def sound(stored: str) -> torch.Tensor:
                 # Not the file's own memory, which would be kept as long as the tensor.
@@ -153,6 +146,11 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
 
             extra: dict[str, Any] = revived(index.extra, sound)
     return extra
+
+
+def _opened(path: Path) -> Any:
+    path.open("rb").close()  # safe_open takes any error for a missing file
+    return safe_open(path, framework="pt")
 
 
 @contextmanager

@@ -119,50 +119,39 @@ def until_stop(
 ) -> Generation:
     """Complete the rows, ending each at the first stop text. `generate` is an engine's `generate_watched`, whose noise
     does not depend on how it is watched, so these are the tokens of one whole request."""
-    search = _Search(request, stops)
-    return search.cut(generate(request, search.look, on_finished))
+    answers = zip(request.by_row(), request.answered.tolist(), strict=True)
+    said = [tokens[len(tokens) - answered :].tolist() for tokens, answered in answers]  # of each answer
+    ends: dict[int, int] = {}  # row -> how many of its tokens it takes until it has a stop text
 
-
-class _Search:
-    """For stop texts, in rows that are being sampled."""
-
-    def __init__(self, request: GenerateRequest, stops: Stops) -> None:
-        self._stops, self._request = stops, request
-        rows = zip(request.by_row(), request.answered.tolist(), strict=True)
-        self._said = [tokens[len(tokens) - answered :].tolist() for tokens, answered in rows]  # of each answer
-        self._ends: dict[int, int] = {}  # row -> how many of its tokens it takes until it has a stop text
-
-    def look(self, row: int, tokens: Sequence[int]) -> bool:
+    def look(row: int, tokens: Sequence[int]) -> bool:
         """Whether a row has a stop text with these tokens more."""
-        if row not in self._ends:
-            said = self._said[row]
-            known = len(said)
-            said.extend(tokens)
-            if (end := self._stops.end(said, known)) is not None:
-                self._ends[row] = end - int(self._request.answered[row])
-        return row in self._ends
+        if row not in ends:
+            known = len(said[row])
+            said[row].extend(tokens)
+            if (end := stops.end(said[row], known)) is not None:
+                ends[row] = end - int(request.answered[row])
+        return row in ends
 
-    def cut(self, generated: Generation) -> Generation:
-        """Each row up to its stop text."""
-        sizes = np.diff(generated.offsets)
-        kept, stopped = sizes.copy(), np.zeros(len(sizes), dtype=np.bool_)
-        for row, end in self._ends.items():
-            kept[row], stopped[row] = end, True
-        experts = generated.routed_experts
-        if experts is not None:
-            prompts = np.diff(self._request.offsets)
-            experts = experts[_first(prompts + sizes, prompts + kept)]
-            ends = offsets_of(prompts + kept)[1:][kept < sizes] - 1
-            experts[ends] = -1  # as of a row's last token, which no pass has read
-        chosen = _first(sizes, kept)
-        return evolve(
-            generated,
-            **{name: getattr(generated, name)[chosen] for name in GENERATION_TOKENS},
-            offsets=offsets_of(kept),
-            truncated=generated.truncated & ~stopped,
-            unfinished=generated.unfinished & ~stopped,
-            routed_experts=experts,
-        )
+    generated = generate(request, look, on_finished)
+    sizes = np.diff(generated.offsets)
+    kept, stopped = sizes.copy(), np.zeros(len(sizes), dtype=np.bool_)
+    for row, end in ends.items():
+        kept[row], stopped[row] = end, True
+    experts = generated.routed_experts
+    if experts is not None:
+        prompts = np.diff(request.offsets)
+        experts = experts[_first(prompts + sizes, prompts + kept)]
+        ends_of_rows = offsets_of(prompts + kept)[1:]
+        experts[ends_of_rows[kept < sizes] - 1] = -1  # as of a row's last token, which no pass has read
+    chosen = _first(sizes, kept)
+    return evolve(
+        generated,
+        **{name: getattr(generated, name)[chosen] for name in GENERATION_TOKENS},
+        offsets=offsets_of(kept),
+        truncated=generated.truncated & ~stopped,
+        unfinished=generated.unfinished & ~stopped,
+        routed_experts=experts,
+    )
 
 
 def _first(sizes: IntArray, kept: IntArray) -> IntArray:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from corerl.memory.device import empty_cache as empty_cache
     from corerl.memory.device import lone_rank_options as lone_rank_options
-    from corerl.memory.pool import CudaPinning as CudaPinning
     from corerl.memory.storage import resident_bytes as resident_bytes
 else:
     from corerl.imports import on_demand

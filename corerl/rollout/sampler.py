@@ -184,16 +184,11 @@ class Sampler(ABC):
             raise PluginBroken(f"{name}.generate returned {type(rollout).__name__}, wanted a corerl.rollout.Rollout")
         rows = rollout.batch.row_columns
         found = len(set(zip(rows["group"].tolist(), rows["sample"].tolist(), strict=True)))
-        if len(rollout.prompts) != len(prompts) or found != len(request):
-            raise PluginBroken(
-                f"{name}.generate returned {found} samples of {len(rollout.prompts)} prompts, wanted {len(request)} of "
-                f"{len(prompts)}"
-            )
-        if rollout.batch.temperature != request.params.temperature:
-            raise PluginBroken(
-                f"{name}.generate returned a batch of temperature {rollout.batch.temperature:g}, wanted that of the "
-                f"request, {request.params.temperature:g}"
-            )
+        got = found, len(rollout.prompts), rollout.batch.temperature
+        wanted = len(request), len(prompts), request.params.temperature
+        if got != wanted:
+            texts = ["{} samples of {} prompts at temperature {:g}".format(*each) for each in (got, wanted)]
+            raise PluginBroken(f"{name}.generate returned {texts[0]}, wanted {texts[1]}")
         return rollout
 
     def request(

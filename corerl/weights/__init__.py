@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from corerl.weights.manifest import Manifest as Manifest
     from corerl.weights.manifest import build_manifest as build_manifest
     from corerl.weights.manifest import proportionate_bucket as proportionate_bucket
+    from corerl.weights.pinning import CudaPinning as CudaPinning
     from corerl.weights.quantize import FP8 as FP8
     from corerl.weights.quantize import SCALE as SCALE
     from corerl.weights.quantize import as_sent as as_sent

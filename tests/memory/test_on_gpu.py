@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from corerl.memory.device import empty_cache, held_on, lone_rank_options
-from corerl.memory.pool import CudaPinning, PinnedPool
+from corerl.memory.pool import PinnedPool
 from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind
+from corerl.weights.pinning import CudaPinning
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -138,14 +138,17 @@ class Faulty(PromptSampler):
         return changed
 
 
+OF_TWO = "samples of 2 prompts at temperature 0.5"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda rollout: None, "NoneType, wanted a corerl.rollout.Rollout"),
-        (lambda rollout: rollout.take_rows(np.arange(3)), "3 samples of 2 prompts, wanted 4 of 2"),
+        (lambda rollout: rollout.take_rows(np.arange(3)), f"3 {OF_TWO}, wanted 4 {OF_TWO}"),
         (
             lambda rollout: evolve(rollout, batch=evolve(rollout.batch, temperature=1.0)),
-            "a batch of temperature 1, wanted that of the request, 0.5",
+            f"4 samples of 2 prompts at temperature 1, wanted 4 {OF_TWO}",
         ),
     ],
 )

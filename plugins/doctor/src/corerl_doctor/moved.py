@@ -40,7 +40,6 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "`weights`, a snapshot's name, of `ForwardPass`, `TrainGroup.forward` and `TrainGroup.update_weights`": (
             "their `snapshot`"
         ),
-        "corerl.weights:CudaPinning": "corerl.memory: CudaPinning",
         "corerl.models.policy": "corerl.models: Policy, make_policy(config, ...), which builds its model",
         "corerl.config.structuring:attempt": "corerl.config: try_structure",
         "corerl.plan:REPLICAS": "corerl_elastic, in whose module `sizes` it is",

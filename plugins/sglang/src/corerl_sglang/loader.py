@@ -13,9 +13,8 @@ import torch
 
 from corerl.engines import Receiving
 from corerl.errors import WeightUpdateError
-from corerl.memory import CudaPinning
 from corerl.messages import message_of
-from corerl.weights import Bucket
+from corerl.weights import Bucket, CudaPinning
 from corerl_sglang.adapters import Packed
 from corerl_sglang.held import Held, Model
 from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from corerl.memory.pool import CudaPinning
+from corerl.weights.pinning import CudaPinning
 
 
 class Cudart:
