@@ -18,7 +18,7 @@ SOUND = 'backend.name = "plain"\nrun.steps = 5\n'
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that the loop was started with."""
     configs: list[Config] = []
-    monkeypatch.setattr(loop, "train", configs.append)
+    monkeypatch.setattr(loop, "train", lambda config, **_: configs.append(config))
     return configs
 
 
