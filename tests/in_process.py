@@ -153,7 +153,7 @@ def planned(config: Config) -> Plan:
     return make_plan(config)
 
 
-def execute_here(config: Config) -> Summary:
-    """What `corerl train` does with this config, without Ray."""
+def execute_here(config: Config, **_: Any) -> Summary:
+    """What `corerl train` does with this config, without Ray. How processes start is ignored: there are none."""
     with without_ray():
         return train(config)
