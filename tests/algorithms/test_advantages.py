@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from corerl.algorithms.advantages import STD_EPS, gae, group_advantages, spread, whiten, without_truncated
-from corerl.types import BoolArray, FloatArray, SampleBatch
+from corerl.types import FloatArray, SampleBatch
 from tests.marked import marked
 
 REWARDS = np.array([1.0, 0.25, 0.0, 0.5, 0.75, 0.5], dtype=np.float32)
@@ -33,10 +33,10 @@ def random_batch(rng: np.random.Generator) -> SampleBatch:
     return marked(*("".join(rng.choice([".", "x"], size=rng.integers(0, 13))) for _ in range(40)), "....", "", "xxx")
 
 
-def random_numbers(rng: np.random.Generator, batch: SampleBatch, *, elsewhere: float = np.nan) -> FloatArray:
+def random_numbers(rng: np.random.Generator, batch: SampleBatch) -> FloatArray:
     """[N] standard normal at loss tokens."""
     numbers = rng.standard_normal(len(batch.tokens)).astype(np.float32)
-    return np.where(batch.columns["loss_mask"], numbers, np.float32(elsewhere))
+    return np.where(batch.columns["loss_mask"], numbers, np.float32(np.nan))
 
 
 def loss_tokens_of(batch: SampleBatch) -> list[list[int]]:
@@ -86,11 +86,6 @@ def test_rewards_equal_within_rounding_teach_nothing(rewards: list[float]) -> No
     np.testing.assert_allclose(found[2:], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
     assert spread(np.array([*rewards, 0.0, 1.0]), groups).tolist() == [False, True]
     assert whiten(np.array(rewards, np.float32), np.ones(2, np.bool_)).tolist() == [0.0, 0.0]
-
-
-def chosen(*numbers: float) -> tuple[FloatArray, BoolArray]:
-    """Numbers at loss tokens, after one that is at none."""
-    return np.array([np.nan, *numbers], dtype=np.float32), np.array([False] + [True] * len(numbers))
 
 
 def test_truncated_samples_lose_their_loss_tokens_alone() -> None:

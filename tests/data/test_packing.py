@@ -7,23 +7,17 @@ from attrs import evolve
 from corerl.data.packing import StepPlan, pack, plan_forward, plan_part, plan_steps
 from corerl.pictures import Picture
 from corerl.types import ParallelLayout, SampleBatch
+from tests.marked import marked
 from tests.pictured import batch_of, random_rows
 
 
 def three_samples() -> SampleBatch:
     """Of 3, 2 and 4 tokens; read-only, as arrays are that come out of the object store."""
     tokens = np.array([11, 12, 13, 21, 22, 31, 32, 33, 34])
-    batch = SampleBatch(
-        tokens=tokens,
-        offsets=np.array([0, 3, 5, 9]),
-        columns={
-            "loss_mask": np.array([False, True, True, False, True, False, False, True, True]),
-            "advantages": tokens.astype(np.float32) / 10,
-            "experts": np.stack([tokens, tokens + 100], axis=1),  # [N, 2]: a column need not be flat
-        },
-        row_columns={"group": np.array([0, 0, 1])},
-        temperature=0.7,
-    )
+    experts = np.stack([tokens, tokens + 100], axis=1)  # [N, 2]: a column need not be flat
+    rows = {"group": [0, 0, 1]}
+    batch = marked(".xx", ".x", "..xx", of_rows=rows, advantages=tokens / 10, experts=experts)
+    batch = evolve(batch, tokens=tokens, temperature=0.7)
     for array in (batch.tokens, batch.offsets, *batch.columns.values()):
         array.setflags(write=False)
     return batch

@@ -141,12 +141,8 @@ def test_ranks_without_samples_get_the_shortest_as_filler() -> None:
 
 @pytest.mark.parametrize("times", [1, 1000])
 def test_loss_tokens_are_counted_per_sample(times: int) -> None:
-    batch = SampleBatch(
-        tokens=np.zeros(5 * times, dtype=np.int64),
-        offsets=np.array([0, 0, 3, 3, 5, 5]) * times,
-        columns={"loss_mask": np.repeat([True, False, True, False, True], times)},
-        row_columns={"group": np.arange(5)},
-    )
+    x, no = "x" * times, "." * times
+    batch = marked("", x + no + x, "", no + x, "")
     assert count_loss_tokens(batch).tolist() == [0, 2 * times, 0, times, 0]
 
 

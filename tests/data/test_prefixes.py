@@ -2,20 +2,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.data.packing import pack, plan_forward, plan_steps
 from corerl.data.prefixes import groups_in_order, in_trees
-from corerl.types import ParallelLayout, SampleBatch, offsets_of
+from corerl.types import ParallelLayout, SampleBatch
 from corerl_testing.harness import make_branches
+from tests.marked import marked
 
 
 def rows(*tokens: list[int], groups: list[int] | None = None) -> SampleBatch:
-    return SampleBatch(
-        tokens=np.concatenate(tokens),
-        offsets=offsets_of([len(each) for each in tokens]),
-        columns={"loss_mask": np.ones(sum(map(len, tokens)), dtype=np.bool_)},
-        row_columns={"group": np.array(groups or [0] * len(tokens))},
-    )
+    batch = marked(*("x" * len(each) for each in tokens), of_rows={"group": groups or [0] * len(tokens)})
+    return evolve(batch, tokens=np.concatenate(tokens))
 
 
 def layout(dp_size: int = 1) -> ParallelLayout:

@@ -131,6 +131,7 @@ def test_samples_without_loss_tokens_decide_nothing() -> None:
     check.judge(samples([1], [0]), np.zeros(1, np.float32))
     assert check.due
     assert len(check.choose(samples([3], [4]))) == 0
+    assert check.choose(samples([3, 4, 1, 2], [5, 4, 5, 6])).lengths.tolist() == [2, 3]
 
 
 def test_above_the_bound_it_stops_or_warns() -> None:

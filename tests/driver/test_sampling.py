@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-from unittest.mock import Mock
-
 import pytest
 
 from corerl.config.schema import RolloutConfig
-from corerl.driver.sampling import Sampling, rows_of_a_call
+from corerl.driver.sampling import rows_of_a_call
 from corerl.engines.base import UNLIMITED
 
 
@@ -30,9 +26,3 @@ from corerl.engines.base import UNLIMITED
 def test_a_call_gets_at_most_its_share_of_a_step(source: str, replicas: int, calls: int, rows: int) -> None:
     rollout = RolloutConfig(source=source, prompts=64, samples=4)  # type: ignore[arg-type]
     assert rows_of_a_call(rollout, replicas=replicas, calls=calls) == rows
-
-
-def sampling(plan: Any, fleet: Any, stack: contextlib.ExitStack) -> Sampling:
-    return Sampling(
-        plan=plan, fleet=fleet, loop=fleet.loop, rewards=(Mock(), [Mock()] * 3), progress=Mock(), stack=stack
-    )

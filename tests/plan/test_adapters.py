@@ -30,8 +30,8 @@ def planned(tmp_path: Path, resume: str = "never", **tables: Any) -> Plan:
     return make_plan(config_in(tmp_path / "run", resume, **tables))
 
 
-def lora_of(plan: Plan, role: str = "actor") -> LoraConfig | None:
-    (found,) = {assignment.config.lora for assignment in plan.processes.roles[role].assignments}
+def lora_of(plan: Plan) -> LoraConfig | None:
+    (found,) = {assignment.config.lora for assignment in plan.processes.roles["actor"].assignments}
     return found
 
 

@@ -71,7 +71,7 @@ def test_chats_want_a_template_before_anything_is_started() -> None:
 # ---- what a tokenizer adds by itself ---------------------------------------------------------------------------------
 
 
-def adding(template: str, *, bos: str | None = "<s>") -> PreTrainedTokenizerBase:
+def adding(template: str) -> PreTrainedTokenizerBase:
     """One token per character, after <s> 0, </s> 1, [sep] 2; `template` says what is put around a text."""
     specials = ("<s>", "</s>", "[sep]")
     inner = tokenizers.Tokenizer(models.BPE({char: n for n, char in enumerate((*specials, *"0123456789>"))}, []))
@@ -79,7 +79,7 @@ def adding(template: str, *, bos: str | None = "<s>") -> PreTrainedTokenizerBase
     inner.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[(token, specials.index(token)) for token in specials]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ class Numbered(PromptSource):
 
     chat = True
 
-    def __init__(self, count: int, bad: set[int], held_out: int = 0) -> None:
+    def __init__(self, count: int, bad: set[int]) -> None:
         self._bad = bad
-        self.divide([split(np.arange(count, dtype=np.uint64), np.arange(count), held_out=held_out, name="numbered")])
+        self.divide([split(np.arange(count, dtype=np.uint64), np.arange(count), held_out=0, name="numbered")])
 
     def prompt(self, index: int) -> Prompt:
         role = "system" if index in self._bad else "user"

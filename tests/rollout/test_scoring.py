@@ -90,8 +90,8 @@ def brought(outcomes: Sequence[Any], **rows: list[Any]) -> Rollout:
     return rollout(["x" * (1 + row) for row in range(len(outcomes))], outcomes=outcomes, **rows)
 
 
-def by_length(failed: float = -1.0) -> RewardScorer:
-    return RewardScorer(Reward(name="long", function=lambda prompt, text: len(text), failed_value=failed))
+def by_length() -> RewardScorer:
+    return RewardScorer(Reward(name="long", function=lambda prompt, text: len(text), failed_value=-1.0))
 
 
 def test_rows_of_an_episode_share_its_reward() -> None:
