@@ -12,8 +12,8 @@ import torch
 from attrs import evolve
 from transformers import PreTrainedTokenizerBase
 
+from corerl import Summary
 from corerl.config import ModelConfig
-from corerl.driver.run import Summary
 from corerl.engines import EngineContext, GenerateRequest, Generation, OnFinished
 from corerl.models import load_tokenizer
 from corerl.types import offsets_of

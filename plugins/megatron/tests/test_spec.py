@@ -61,7 +61,7 @@ def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any],
     ("ranks", "model", "options", "line"),
     [
         (3, QWEN3, {"tensor_parallel": 2}, "tensor_parallel: 2, with pipeline_parallel=1 and context_parallel=1,"),
-        (4, MOE, {"expert_parallel": 3}, "expert_parallel: 3, with expert_tensor_parallel=1 and pipeline_parallel=1"),
+        (6, MOE, {"expert_parallel": 2, "pipeline_parallel": 2}, "expert_parallel: 2, with expert_tensor_parallel=1"),
         (1, QWEN3, {"virtual_pipeline": 2}, "virtual_pipeline: 2, but there is only one stage to interleave"),
         (4, QWEN3, {"tensor_parallel": 4}, "tensor_parallel: 4 does not divide the model's 2 key-value heads"),
         (3, QWEN3, {"pipeline_parallel": 3}, "pipeline_parallel: 3 does not divide the model's 4 layers"),

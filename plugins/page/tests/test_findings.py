@@ -154,11 +154,6 @@ def test_taking_turns_on_a_device_is_not_idleness() -> None:
 
 
 def test_the_gravest_comes_first() -> None:
-    levels = found(
-        time__step=[1.0],
-        idle__ranks__samples=[0.7],
-        rollout__groups_without_spread=[0.9],
-        rollout__reward=[0.0],
-        train__skipped_steps=[1.0],
-    )
+    idle = {"time__step": [1.0], "idle__ranks__samples": [0.7]}
+    levels = found(**idle, rollout__logprob_diff=[0.02], rollout__truncated=[0.75])  # in the order of the rules
     assert [each.level for each in levels] == ["error", "warning", "info"]

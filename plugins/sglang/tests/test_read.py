@@ -73,7 +73,7 @@ def test_a_server_must_say_which_prompt_it_has_read() -> None:
 def test_tokens_of_a_cut_row_keep_their_experts() -> None:
     request = request_of(PROMPT)
     cut = generation(answer([4, 5, 6], "abort"), request, 3, paused=True)
-    assert cut.unfinished.tolist() == [True]
+    assert (cut.unfinished.tolist(), cut.truncated.tolist()) == ([True], [False])
     rest = continued(request, cut)
     more = generation(answer([4, STOP], "stop", expert=2, version=4, read=6), rest, 4, paused=False)
     whole = append(request, cut, more)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +17,6 @@ import pytest
 
 from corerl.errors import EngineFailed, WorkerDied
 from corerl_sglang import server as module
-from corerl_sglang.arguments import TRANSPORT, VOCABULARY
 from corerl_sglang.server import Server
 
 pytestmark = pytest.mark.processes
@@ -202,8 +199,8 @@ def test_unknown_sglang_arguments_are_reported(servers: list[Server], tmp_path: 
         start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_sise=2).wait_ready(60.0)
 
 
-@pytest.mark.parametrize(("dtype", "used"), [("float32", "torch's own"), ("bfloat16", "a kernel")])
-def test_float32_ranks_use_torchs_operations(servers: list[Server], tmp_path: Path, dtype: str, used: str) -> None:
+def test_ranks_are_prepared_as_they_are_spawned(servers: list[Server], tmp_path: Path) -> None:
+    """What is prepared is in test_launch."""
     operation = """class {}:
     def forward_cuda(self): return "a kernel"
     def forward_native(self): return "torch's own"
@@ -213,67 +210,12 @@ def test_float32_ranks_use_torchs_operations(servers: list[Server], tmp_path: Pa
         "srt.layers.layernorm": operation.format("RMSNorm"),
         "srt.layers.rotary_embedding.base": operation.format("RotaryEmbedding"),
         "srt.server_args": FAKE_ARGS + "    dtype: str = ''\n",
-        "rank": """from sglang.srt.layers import activation, layernorm
-from sglang.srt.layers.rotary_embedding import base
-def run(said):
-    each = activation.SiluAndMul(), layernorm.RMSNorm(), base.RotaryEmbedding()
-    said.put([operation.forward_cuda() for operation in each])
+        "rank": """from sglang.srt.layers.activation import SiluAndMul
+def run(said): said.put(SiluAndMul().forward_cuda())
 """,
     }
-    server = started_with(servers, tmp_path, modules, dtype=dtype)
-    with pytest.raises(EngineFailed, match=re.escape(f"ranks say {[used] * 3}")):
-        server.wait_ready(60.0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("given", "seen"), [({}, [0.5, 2.0, 7.0]), ({VOCABULARY: 2}, [0.5, 2.0, -math.inf])])
-def test_ranks_sample_and_score_only_ids_of_the_vocabulary(
-    servers: list[Server], tmp_path: Path, given: dict[str, int], seen: list[float]
-) -> None:
-    modules = {
-        "srt.layers.sampler": """class Sampler:
-    def forward(self, logits_output, sampling_info): return logits_output.next_token_logits[0].tolist()
-""",
-        "srt.layers.logprob_processor": """class InputLogprobProcessor:
-    def forward(self, states, get_logits_fn): return get_logits_fn(states, use_logits_buffer=True)[0].tolist()
-""",
-        "srt.server_args": FAKE_ARGS,
-        "rank": """import torch
-from types import SimpleNamespace
-from sglang.srt.layers.logprob_processor import InputLogprobProcessor
-from sglang.srt.layers.sampler import Sampler
-def run(said):
-    logits = torch.tensor([[0.5, 2.0, 7.0]])
-    sampled = Sampler().forward(SimpleNamespace(next_token_logits=logits.clone()), None)
-    said.put((sampled, InputLogprobProcessor().forward(states=logits, get_logits_fn=lambda x, use_logits_buffer: x)))
-""",
-    }
-    with pytest.raises(EngineFailed, match=re.escape(f"ranks say {(seen, seen)}")):
-        started_with(servers, tmp_path, modules, **given).wait_ready(60.0)
-
-
-@pytest.mark.nightly
-def test_a_batch_of_gemma_has_rows_without_pictures(servers: list[Server], tmp_path: Path) -> None:
-    modules = {
-        "srt.models.gemma3_mm": """class Gemma3ForConditionalGeneration:
-    def prepare_attn_masks(self, forward_batch, input_ids, mask_dtype):
-        self.seen = [len(each.mm_items) for each in forward_batch.mm_inputs]
-""",
-        "srt.server_args": FAKE_ARGS + f"    enable_multimodal: bool = False\n    {TRANSPORT}: str = ''\n",
-        "rank": """from types import SimpleNamespace
-from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
-def run(said):
-    model, own = Gemma3ForConditionalGeneration(), [None, SimpleNamespace(mm_items=[1, 2]), None]
-    batch = SimpleNamespace(mm_inputs=own)
-    model.prepare_attn_masks(batch, [5], mask_dtype=bool)
-    said.put((model.seen, batch.mm_inputs is own))
-""",
-    }
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "gemma3"}')
-    given = {"model_path": str(tmp_path / "model"), "enable_multimodal": True, TRANSPORT: "cpu"}
-    with pytest.raises(EngineFailed, match=re.escape("ranks say ([0, 2, 0], True)")):
-        started_with(servers, tmp_path, modules, **given).wait_ready(60.0)
+    with pytest.raises(EngineFailed, match="ranks say torch's own"):
+        started_with(servers, tmp_path, modules, dtype="float32").wait_ready(60.0)
 
 
 def test_a_server_too_old_for_pictures_says_so(servers: list[Server], tmp_path: Path) -> None:
