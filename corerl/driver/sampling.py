@@ -147,9 +147,9 @@ def make_source(
 ) -> Source:
     """The source that samples."""
     settings = plan.settings
-    refill = None
+    dynamic_sampling = None
     if plan.max_replacements:
-        refill = DynamicSampling(useful=spread, max_replacements=plan.max_replacements, part=plan.spread_on)
+        dynamic_sampling = DynamicSampling(useful=spread, max_replacements=plan.max_replacements, part=plan.spread_on)
     by_prompt = settings.source in ("streamed", "asynchronous")
     fields: dict[str, Any] = {
         "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
@@ -158,7 +158,7 @@ def make_source(
         "params": plan.params,
         "prompts": settings.prompts,
         "samples": settings.samples,
-        "refill": refill,
+        "dynamic_sampling": dynamic_sampling,
         "engines": fleet,
         "steps": steps,
         "on_progress": partial(progress.count, GENERATED) if by_prompt else None,

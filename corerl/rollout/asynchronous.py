@@ -66,7 +66,10 @@ class AsynchronousRollouts(SampledRollouts):
     def _enough(self) -> bool:
         """Tasks that were set aside count once the allowed number of replacements is used up."""
         ready = len(self._ready)
-        if self.refill is not None and self._useless + ready >= (1 + self.refill.max_replacements) * self.prompts:
+        if (
+            self.dynamic_sampling is not None
+            and self._useless + ready >= (1 + self.dynamic_sampling.max_replacements) * self.prompts
+        ):
             ready += len(self._set_aside)
         return ready >= self.prompts
 
@@ -81,7 +84,7 @@ class AsynchronousRollouts(SampledRollouts):
         tasks = self._ready[: self.prompts]
         tasks += self._set_aside[: self.prompts - len(tasks)]
         counts = {"stale_samples": self._stale_samples, "stale_tokens": self._stale_tokens}
-        if self.refill is not None:
+        if self.dynamic_sampling is not None:
             useful = sum(int(task.useful.sum()) for task in tasks)
             counts |= {"groups_set_aside": self._useless, "groups_missing": self.prompts - useful}
         scored = self._step_of(tasks, counts=counts)

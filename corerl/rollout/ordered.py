@@ -64,9 +64,9 @@ class OrderedRollouts(SampledRollouts):
 
     def _keep(self, task: PromptTask) -> None:
         self._ready.append(task)
-        if self.refill is not None:
+        if self.dynamic_sampling is not None:
             useful = sum(int(each.useful.sum()) for each in self._ready)
-            if useful < self.prompts and len(self._ready) <= self.refill.max_replacements:
+            if useful < self.prompts and len(self._ready) <= self.dynamic_sampling.max_replacements:
                 self._start_step(background=task.background, replacement=len(self._ready))
 
     def _enough(self) -> bool:
@@ -80,9 +80,9 @@ class OrderedRollouts(SampledRollouts):
         scored = self._step_of(
             tasks,
             seconds=None if self.overlaps or self.singly else on_demand,
-            counts={} if self.refill is None else self._counts(len(tasks), useful),
+            counts={} if self.dynamic_sampling is None else self._counts(len(tasks), useful),
         )
-        if self.refill is not None:
+        if self.dynamic_sampling is not None:
             scored = scored.take_prompts(np.argsort(~useful, kind="stable")[: self.prompts])
         self._ready, self._arrived = [], 0
         return scored
@@ -162,7 +162,7 @@ class OneStepOffRollouts(OrderedRollouts):
     async def _end_sampling(self) -> None:
         """Wait until the step in flight needs engines no more: not for its own prompts, nor for replacements."""
         self._raise_failure()
-        sampled = self._wait(lambda: not self._sampling and (self.refill is None or self._enough()))
+        sampled = self._wait(lambda: not self._sampling and (self.dynamic_sampling is None or self._enough()))
         if not await self.engines.until(sampled):  # no engine is left
             for task in [*self._in_flight.values()]:
                 self._discard(task)

@@ -75,7 +75,7 @@ class SampledRollouts(Source):
     params: SamplingParams
     prompts: int  # per step
     samples: int  # per prompt
-    refill: DynamicSampling | None = None
+    dynamic_sampling: DynamicSampling | None = None
     engines: EngineFleet
     steps: int  # rollout steps in total, including those before a resume
     # Called with how many samples of the next step are ready, and how many it has; None where the sampler reports it.
@@ -188,13 +188,13 @@ class SampledRollouts(Source):
             tasks, self._unscored = self._unscored, []
             scores = await self.reward.score(Rollout.concatenate([task.rollout for task in tasks]), partial=True)
             self._scores.append(scores)
-            deciding = scores.rewards if self.refill is None else self.refill.deciding(scores)
+            deciding = scores.rewards if self.dynamic_sampling is None else self.dynamic_sampling.deciding(scores)
             ends = np.cumsum([len(task.rollout.batch) for task in tasks])[:-1]
             for task, rows in zip(tasks, np.split(np.arange(len(scores.rewards)), ends), strict=True):
                 task.scores, task.useful = scores.take_rows(rows), np.ones(len(task.prompts), np.bool_)
-                if self.refill is not None:
+                if self.dynamic_sampling is not None:
                     group, peers = task.rollout.batch.row_columns["group"], task.rollout.batch.peers
-                    teaches = self.refill.useful(deciding[rows], peers)[peers]
+                    teaches = self.dynamic_sampling.useful(deciding[rows], peers)[peers]
                     task.useful = np.bincount(group, weights=teaches) > 0  # in one of its roles
                 if task in self._in_flight.values():  # else it was discarded meanwhile
                     self._keep(task)

@@ -204,13 +204,13 @@ def test_groups_without_spread_are_replaced_as_often_as_allowed(engines: Engines
         return prompt.index % 2 * times[prompt.index]
 
     odd = Reward(name="odd", function=by_index)
-    source = asynchronous(engines, reward=odd, refill=DynamicSampling(useful=spread, max_replacements=9))
+    source = asynchronous(engines, reward=odd, dynamic_sampling=DynamicSampling(useful=spread, max_replacements=9))
     steps = list(engines.trained_on(source))
     assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
     assert all(scored.counts["groups_missing"] == 0 for scored in steps)
     assert sum(scored.counts["groups_set_aside"] for scored in steps) > 0
     one = Reward(name="one", function=lambda prompt, response: 1.0)
-    never = asynchronous(engines, reward=one, refill=DynamicSampling(useful=spread, max_replacements=1))
+    never = asynchronous(engines, reward=one, dynamic_sampling=DynamicSampling(useful=spread, max_replacements=1))
     for scored in engines.trained_on(never):
         assert scored.counts["groups_missing"] == PROMPTS == len(scored.rollout.prompts)
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
@@ -228,7 +228,9 @@ def test_groups_may_become_stale_while_they_are_scored(use: Use[Engines]) -> Non
                 rewards[:] = 1.0
             return Scores(rewards=rewards, failures={}, first="")
 
-    source = asynchronous(engines, steps=2, reward=Late(), refill=DynamicSampling(useful=spread, max_replacements=9))
+    source = asynchronous(
+        engines, steps=2, reward=Late(), dynamic_sampling=DynamicSampling(useful=spread, max_replacements=9)
+    )
     assert {prompt.index for prompt in engines.next(source).rollout.prompts} == set(upcoming(PROMPTS))
     engines.handed_out.set()
     assert scoring.wait(LIMIT)  # of the second batch, drawn by version 0
@@ -251,7 +253,9 @@ def test_stale_groups_do_not_fill_a_step(use: Use[Engines]) -> None:
             rewards = np.arange(len(rollout.batch)) * (not engines.handed_out.is_set())
             return Scores(rewards=rewards.astype(np.float32), failures={}, first="")
 
-    source = asynchronous(engines, steps=2, reward=Equal(), refill=DynamicSampling(useful=spread, max_replacements=1))
+    source = asynchronous(
+        engines, steps=2, reward=Equal(), dynamic_sampling=DynamicSampling(useful=spread, max_replacements=1)
+    )
     engines.next(source)
     engines.handed_out.set()
     engines.settle()

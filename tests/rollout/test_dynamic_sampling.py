@@ -19,8 +19,8 @@ from tests.rollout.sampling import KINDS, ByIndex, source, stream
 
 
 def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:
-    refill = DynamicSampling(useful=spread, max_replacements=attempts)
-    return source(engines, reward=at_once(reward), **{"prompts": 4, "refill": refill, **fields})
+    dynamic_sampling = DynamicSampling(useful=spread, max_replacements=attempts)
+    return source(engines, reward=at_once(reward), **{"prompts": 4, "dynamic_sampling": dynamic_sampling, **fields})
 
 
 @pytest.mark.parametrize("kind", ["synchronous", "one-step-off"])
@@ -49,13 +49,13 @@ def by_parts(prompt: Prompt, response: str) -> dict[str, float]:
 
 def test_a_part_of_the_reward_may_decide(engines: Engines) -> None:
     reward = Reward(name="parts", function=by_parts, weights={"right": 0.0, "length": 1.0})
-    refill = DynamicSampling(useful=spread, max_replacements=40, part="right")
-    scored = engines.next(refilled(engines, 0, reward, samples=6, refill=refill))
+    dynamic_sampling = DynamicSampling(useful=spread, max_replacements=40, part="right")
+    scored = engines.next(refilled(engines, 0, reward, samples=6, dynamic_sampling=dynamic_sampling))
     assert scored.rewards.tolist() == pytest.approx([0.1 * len(text) for text in scored.rollout.texts])
     assert all(prompt.index % 2 for prompt in scored.rollout.prompts) and scored.counts["groups_missing"] == 0
-    by_sum = engines.next(refilled(engines, 0, reward, samples=6, refill=evolve(refill, part="")))
+    by_sum = engines.next(refilled(engines, 0, reward, samples=6, dynamic_sampling=evolve(dynamic_sampling, part="")))
     assert by_sum.counts["groups_set_aside"] < scored.counts["groups_set_aside"]
 
     wrong = DynamicSampling(useful=spread, max_replacements=1, part="rigth")
     with pytest.raises(RewardError, match=r"dynamic_sampling_on: 'rigth' .* 'right', 'length'; did you mean 'right'"):
-        engines.next(refilled(engines, 0, reward, refill=wrong))
+        engines.next(refilled(engines, 0, reward, dynamic_sampling=wrong))

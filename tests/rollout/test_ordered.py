@@ -154,7 +154,7 @@ def test_an_interruption_ends_the_wait(use: Use[Engines]) -> None:
 
     engines = use(Interrupting())
     equal = in_caller(engines, Reward(name="equal", function=lambda prompt, response: 1.0))
-    begun = source(engines, reward=equal, refill=DynamicSampling(useful=spread, max_replacements=9))
+    begun = source(engines, reward=equal, dynamic_sampling=DynamicSampling(useful=spread, max_replacements=9))
     with pytest.raises(KeyboardInterrupt):
         engines.next(begun)
     assert begun.position["rollout_step"] == 0
