@@ -47,6 +47,7 @@ def test_what_is_known_of_an_answer_begins_it(name: str, opened: str, separate: 
         tokenizer.chat_template = f"{tokenizer.chat_template}{{% if add_generation_prompt %}}{opened}{{% endif %}}"
     thought = "  <think>I think: ü.\n</think>\n\nIt is ü. "
     texts = ["I add < 2 [and] {3}.", thought, "<thi", "Hm.</think> <tool", "Hm.</think>So.###"]
+    texts += [f"{'' if opened else '<think>'}So I add.###"]
     texts += [CALLS[name], f"I think.</think>\n{CALLS[name]}"] if name in CALLS else []
     texts += [] if opened or separate else CALLS.values()
     renderer = Renderer(tokenizer, format_of(name, None), separate_reasoning=separate)

@@ -484,7 +484,7 @@ class Renderer:
         content = stops.text(tokens.tolist(), special_tokens=False)
         whole = stops.text(tokens.tolist(), special_tokens=True).rstrip(UNFINISHED)
         marks = [*params.stop, *HEADERS, *(() if reader is None else reader.begins)]
-        found = known(whole, asked.opened, marks, apart=self._separate_reasoning)
+        found = known(whole, asked.opened, marks, stops=params.stop, apart=self._separate_reasoning)
         reasoning, text = (self._special.sub("", part).rstrip() for part in found)
         # Of an answer without calls the content is decoded without special tokens, not rid of them.
         return reasoning, text if reasoning else shared(text, content.rstrip(UNFINISHED))

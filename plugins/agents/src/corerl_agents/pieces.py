@@ -24,10 +24,10 @@ def _begun(text: str, marks: Sequence[str]) -> int:
     )
 
 
-def known(text: str, opened: str, marks: Sequence[str], *, apart: bool) -> tuple[str, str]:
+def known(text: str, opened: str, marks: Sequence[str], *, stops: Sequence[str], apart: bool) -> tuple[str, str]:
     """The reasoning and the content of an answer that begins with `text`, as far as both are known. `opened`: the
-    reasoning tag that is open before it. `marks`: texts from which on nothing is content. With `apart` the content has
-    no reasoning."""
+    reasoning tag that is open before it. `marks`: texts from which on nothing is content, of which `stops` end reasoning
+    too. With `apart` the content has no reasoning."""
     if not apart:
         return "", before(text, marks)
     said = text.lstrip()
@@ -39,7 +39,7 @@ def known(text: str, opened: str, marks: Sequence[str], *, apart: bool) -> tuple
     if rest == end:  # not closed
         tag = OPENING.match(opened) or OPENING.match(said)
         assert tag is not None
-        return before(text[begin:], [TAGS[tag[0]]]).strip(), ""
+        return before(text[begin:], [TAGS[tag[0]], *stops]).strip(), ""
     reasoning = text[begin:end].strip()
     # An answer whose reasoning is empty is sent with its tags.
     return reasoning, before(text[rest:], marks).lstrip() if reasoning else before(text, marks)
