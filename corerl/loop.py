@@ -50,7 +50,7 @@ def sampling(run: Run) -> None:
     for scored in run.batches():  # written to disk
         run.progress.steps_done += 1
         run.step_done(scored, None, {})
-        run.update_engines()
+        run.update_engines()  # the weights stay: others start in the place of dead engines
         if run.stopping:
             break
         run.progress.begin("rollout")

@@ -80,7 +80,7 @@ class Primitives(HostedBackend, ABC):
         A role with adapters (`config.lora`) trains these and a value head; its other weights are in the precision of
         its passes, without masters, gradients and moments. A frozen role (`config.frozen`) has no optimizer, masters or
         gradients, and its weights are in the precision of its passes. Of the other methods only `forward`,
-        `local_state` and `tensors` for parameters, `after_load` for parameters, `buffers` and `gather` are called then.
+        `local_state` and `tensors` for parameters, `after_load` for parameters and `buffers` are called then.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ class Stream:
     converted: Manifest | None = None  # the same buckets, with quantized tensors or more precise buffers
 
     @property
-    def sent(self) -> Manifest:
+    def as_sent(self) -> Manifest:
         return self.converted or self.gathered
 
 
@@ -85,7 +85,7 @@ class WeightStream(Primitives):
             to_merge = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
             if sends:
                 with self.span("meet engines"):
-                    sender.open(stream.sent, version)
+                    sender.open(stream.as_sent, version)
             precise = self._precise_buffers(stream.gathered)
             for bucket, root in zip(stream.gathered.buckets, roots, strict=True):
                 out = self._gathered(sender, bucket, stream, chunks=chunks, root=root)

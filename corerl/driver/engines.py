@@ -6,7 +6,8 @@ An engine that missed an update serves nothing, and is replaced.
 
 `Run.push_weights` decides whether an update is due, and calls `update`. That calls `_try_update`, which lets engines
 pause and ranks wake, and `_send_and_receive`, until all engines have the weights; in between `_replace` starts others.
-A loop of one's own calls `push`, which does the same without a schedule.
+A loop of one's own calls `push`, which does the same without a schedule. In an engine's process the update goes
+through `EngineService`, which has the methods of `engines.base.Engine`, to the engine's `receive`.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Engines:
         work = asyncio.ensure_future(self.fleet.generate(request))
         try:
             while not (await asyncio.wait([work], timeout=DEATH_SECONDS))[0]:
-                died = self.fleet.died
+                died = self.fleet.deaths
                 if len(died) == len(self.fleet) and not self._pushing:
                     raise EngineFailed("; ".join(error.message for error in died.values()))
             return work.result()
@@ -239,6 +240,7 @@ class Engines:
         last update, and replace engines that miss the update. `hold` keeps from generating meanwhile engines that may.
         Raises WeightUpdateError, or the cause of an engine's death, if replacing does not help."""
         before = self.policies.version
+        # An attempt that failed has made the new policy's version already: the next one is of the same policy.
         while failed := self._try_update(
             hold, self.policies.next(new=new and self.policies.version == before), snapshot
         ):
@@ -252,8 +254,8 @@ class Engines:
             if hold is not None:
                 with self.progress.phase("hold"):
                     stack.enter_context(hold(policies))
-            if self.fleet.dead:
-                return self.fleet.died
+            if self.fleet.any_dead:
+                return self.fleet.deaths
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
                 failed = self._send_and_receive(policies, snapshot)

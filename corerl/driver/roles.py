@@ -14,8 +14,8 @@ from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import AlgorithmConfig, TrainConfig
 from corerl.data.packing import StepPlan, groups_of_steps
+from corerl.driver.learning_rate import DecayStart, decayed, learning_rate
 from corerl.driver.progress import Progress
-from corerl.driver.schedule import DecayStart, decayed, learning_rate
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
 from corerl.plan.residency import ACTOR_WEIGHTS
@@ -96,19 +96,19 @@ class Role:
         plans: Sequence[StepPlan],
         rollout_step: int,
         *,
-        scale: float | None = None,
+        scale_of_accumulated: float | None = None,
     ) -> list[Future[TrainResult]]:
         """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
-        without loss tokens are skipped: momentum and decay would move the weights without a gradient. `scale`: that of
-        the first step's gradients, where ranks have them already."""
+        without loss tokens are skipped: momentum and decay would move the weights without a gradient. Where ranks have
+        accumulated the first step's gradients already, `scale_of_accumulated` is what these are multiplied by."""
         assert self.loss is not None
         started = []
         for number, plan in enumerate(plans):
             if not plan.scales.any():
                 continue
             step = self.step(rollout_step)
-            if scale is not None and not number:
-                started.append(self.group.optimizer_step(step, scale=scale))
+            if scale_of_accumulated is not None and not number:
+                started.append(self.group.optimizer_step(step, scale=scale_of_accumulated))
             else:
                 started.append(self.group.train(shared, plan, self.loss, step))
             self.next_optimizer_step += 1

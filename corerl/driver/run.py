@@ -116,8 +116,8 @@ class Run:
             yield scored
 
     def _next_or_accumulate(self) -> ScoredRollout | None:
-        """The next rollout step. If its prompts come one by one, the ranks have already accumulated gradients of the
-        first ones."""
+        """The next rollout step. If its prompts come one by one, as of a source that streams, the ranks have already
+        accumulated gradients of the first ones."""
         self._streamed = None  # that of the step before
         while arrived := self._wait_replacing_engines(self.sampling.source.arrived()):
             if self._streamed is None:
@@ -260,8 +260,8 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan_steps(batch.samples, self.progress.steps_done)
-            scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start_training(shared, plans, self.progress.steps_done, scale=scale)
+            accumulated = self._streamed.scale if self._streamed is not None and name == ACTOR else None
+            started = role.start_training(shared, plans, self.progress.steps_done, scale_of_accumulated=accumulated)
             for count, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -338,8 +338,9 @@ class Run:
         return due and self._pushed_at != self.actor.next_optimizer_step
 
     def sleep_ranks(self) -> None:
-        """After the last verb that uses ranks: if they share devices with engines, they sleep from now on, so that
-        engines can sample. Each verb wakes what it reads, and then the engines sleep until new weights are pushed."""
+        """After the last verb that uses ranks: if they share devices with engines (else nothing happens), they sleep
+        from now on, so that engines can sample. Each verb wakes what it reads, and then the engines sleep until new
+        weights are pushed."""
         self.residency.enter(SAMPLE)
 
     # ---- reports and checkpoints ------------------------------------------------------------------------------------

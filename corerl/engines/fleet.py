@@ -68,7 +68,7 @@ class Replica:
     def name(self) -> str:
         return self.assignment.context.name
 
-    def died(self, error: CorerlError) -> None:
+    def mark_dead(self, error: CorerlError) -> None:
         self.state, self.died_of = State.DEAD, error
 
 
@@ -420,12 +420,12 @@ class EngineFleet:
     # ---- deaths -----------------------------------------------------------------------------------------------------
 
     @property
-    def dead(self) -> bool:
+    def any_dead(self) -> bool:
         """Whether any dead replica is not replaced yet."""
         return any(each.state is State.DEAD for each in self._replicas)
 
     @property
-    def died(self) -> dict[str, CorerlError]:
+    def deaths(self) -> dict[str, CorerlError]:
         """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
         with self._changing:
             return {each.name: each.died_of for each in self._replicas if each.died_of is not None}
@@ -435,7 +435,7 @@ class EngineFleet:
         with self._changing:
             for each in self._replicas:
                 if each.name in failed:
-                    each.died(failed[each.name])
+                    each.mark_dead(failed[each.name])
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         """Start new processes in place of these engines, dead or alive; `failed` maps each name to the reason. They
@@ -457,8 +457,8 @@ class EngineFleet:
         old = self._replicas[index]
         new = self._replica(old.assignment, restarts=old.restarts + 1)
         with self._changing:
-            old.died(died_of)
-            new.died(died_of)  # it gets no calls until it is ready
+            old.mark_dead(died_of)
+            new.mark_dead(died_of)  # it gets no calls until it is ready
             self._replicas[index] = new  # before the old process ends, whose death is not the new replica's
         try:
             self.processes.replace(index, (new.assignment,))
@@ -513,7 +513,7 @@ class EngineFleet:
                 if replica not in self._replicas:
                     continue
                 if isinstance(error, WorkerDied):
-                    replica.died(error)
+                    replica.mark_dead(error)
             if not isinstance(error, WorkerDied):
                 self._failure = self._failure or error
                 self.processes.kill()

@@ -10,34 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import RewardError
+from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_share
 from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
 from corerl.rollout.source import Source
-from corerl.types import BoolArray, FloatArray, IntArray, OnProgress
-
-
-@frozen(kw_only=True)
-class DynamicSampling:
-    """Drop groups that teach nothing, and sample other prompts in their place."""
-
-    useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], peers [B] -> by their numbers
-    max_replacements: int  # of a whole step; groups that are still missing then are filled up with dropped ones
-    part: str = ""  # of the reward, which decides; "": the reward itself
-    _known: set[str] = field(factory=set, init=False, eq=False)  # parts that samples have had
-
-    def deciding(self, scores: Scores) -> FloatArray:
-        """[B] what decides. Raises RewardError if no sample so far had the part."""
-        self._known.update(scores.values)
-        if self.part in self._known - scores.values.keys():  # other prompts, whose reward may have other parts
-            return scores.rewards
-        return scores.part(self.part, setting="algorithm.dynamic_sampling_on")
+from corerl.types import BoolArray, OnProgress
 
 
 @define(kw_only=True, eq=False)

@@ -89,10 +89,13 @@ def share(samples: SampleBatch) -> SharedBatch:
 class TrainGroup:
     """The ranks of one role, as `TrainGroup.start(config)` gives them.
 
-    Ranks run the verbs in the order they were started; start them in one thread. A failing rank ends the group with its
-    error, which the results of that verb and of all that were started after it raise. Once the group has ended, verbs
-    raise WorkerDied when they are called; the first one, or `shutdown`, raises the error itself if no result has. An
-    error that does not end the group, such as SaveFailed, is raised by `shutdown` if no result has.
+    Each verb calls the method of that name of `trainer.worker.Worker` on every rank, which calls the backend's hook
+    through its `PluginHost`. Ranks run the verbs in the order they were started; start them in one thread.
+
+    A failing rank ends the group with its error, which the results of that verb and of all that were started after it
+    raise. Once the group has ended, verbs raise WorkerDied when they are called; the first one, or `shutdown`, raises
+    the error itself if no result has. An error that does not end the group, such as SaveFailed, is raised by `shutdown`
+    if no result has.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ class Worker:
             return self.host.forward(batch=batch, outputs=outputs, snapshot=snapshot)
 
     def manifest(self, adapters: bool = False) -> Manifest:
-        return self.backend.stream(adapters=adapters).sent
+        return self.backend.stream(adapters=adapters).as_sent
 
     def update_weights(
         self, address: Address, version: int, verify: bool = False, adapters: bool = False, snapshot: str = ""

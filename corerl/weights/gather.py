@@ -41,12 +41,12 @@ class Piece:
 
 
 @frozen
-class Layout:
-    """How one bucket is gathered; equal on all ranks except for `local`."""
+class BucketLayout:
+    """How one bucket is gathered; equal on all ranks except for `own`."""
 
     pieces: list[list[Piece]]  # by rank
     lengths: list[int]  # elements of each rank's share
-    local: list[int]  # this rank's pieces, as positions in the chunks that the plan was built from
+    own: list[int]  # this rank's pieces, as positions in the chunks that the plan was built from
 
 
 @define(kw_only=True)
@@ -56,12 +56,12 @@ class GatherPlan:
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
     senders: dict[str, int]  # HF tensor -> the first rank of its pipeline stage
     _boxes: list[list[NamedBox]]  # that ranks send, by rank
-    _sent: list[int]  # this rank's boxes, as positions in the chunks
+    _positions: list[int]  # this rank's boxes, as positions in the chunks
     _group: dist.ProcessGroup | None
     _rank: int
-    _local: bool  # every rank holds every tensor whole and reads its own; `_boxes` then has only its own
+    _all_whole: bool  # every rank holds every tensor whole and reads its own; `_boxes` then has only its own
     _by_name: dict[str, list[tuple[int, int]]] = field(init=False)  # name -> (rank, index of the box)
-    _layouts: dict[Bucket, Layout] = field(factory=dict, init=False)
+    _layouts: dict[Bucket, BucketLayout] = field(factory=dict, init=False)
     _kept: dict[str, torch.Tensor] = field(factory=dict, init=False)  # memory reused from bucket to bucket
 
     def __attrs_post_init__(self) -> None:
@@ -90,11 +90,13 @@ class GatherPlan:
         shapes = _checked_shapes(by_rank)
         names = ((name for name, _, _ in each) for each in by_rank)
         senders = first_of_stages([{*own, *others} for own, others in zip(names, copied, strict=True)])
-        local = all(whole == len(shapes) for whole in wholes)
-        if local:
+        all_whole = all(whole == len(shapes) for whole in wholes)
+        if all_whole:
             by_rank = [boxes if other == rank else [] for other in range(len(by_rank))]
             sent = list(range(len(chunks)))
-        return cls(shapes=shapes, senders=senders, boxes=by_rank, sent=sent, group=group, rank=rank, local=local)
+        return cls(
+            shapes=shapes, senders=senders, boxes=by_rank, positions=sent, group=group, rank=rank, all_whole=all_whole
+        )
 
     def gather(
         self,
@@ -117,7 +119,7 @@ class GatherPlan:
         elif out is None:
             out = torch.empty(bucket.numel, dtype=dtype, device=device)
         with torch.no_grad():
-            if self._local:
+            if self._all_whole:
                 shares = [self._own(layout, chunks) if pieces else [] for pieces in layout.pieces]
             elif root is None:
                 shares = self._to_all(layout, bucket, chunks, dtype, device)
@@ -141,10 +143,10 @@ class GatherPlan:
         several times as much as writing to them."""
         self._kept = {use: kept for use, kept in self._kept.items() if kept.device.type == "cpu"}
 
-    def _layout(self, bucket: Bucket) -> Layout:
+    def _layout(self, bucket: Bucket) -> BucketLayout:
         pieces: list[list[Piece]] = [[] for _ in self._boxes]
         lengths = [0] * len(self._boxes)
-        local: list[int] = []
+        own: list[int] = []
         for entry in bucket.entries:
             for rank, index in self._by_name[entry.name]:
                 _, shape, box = self._boxes[rank][index]
@@ -154,14 +156,14 @@ class GatherPlan:
                 pieces[rank].append(piece)
                 lengths[rank] = stop
                 if rank == self._rank:
-                    local.append(self._sent[index])
-        return Layout(pieces, lengths, local)
+                    own.append(self._positions[index])
+        return BucketLayout(pieces, lengths, own)
 
-    def _own(self, layout: Layout, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-        return [chunks[position].view for position in layout.local]
+    def _own(self, layout: BucketLayout, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+        return [chunks[position].view for position in layout.own]
 
     def _packed(
-        self, layout: Layout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
+        self, layout: BucketLayout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """This rank's boxes, cast and concatenated into [numel]; the tail may be padding."""
         share = self.memory("share", numel, dtype, device)
@@ -170,7 +172,7 @@ class GatherPlan:
         return share
 
     def _to_root(
-        self, layout: Layout, chunks: Sequence[Chunk], root: int, dtype: torch.dtype, device: torch.device
+        self, layout: BucketLayout, chunks: Sequence[Chunk], root: int, dtype: torch.dtype, device: torch.device
     ) -> list[list[torch.Tensor]]:
         """All ranks' pieces, on `root`: its own directly, the others' received as shares of their own lengths."""
         if root != self._rank:
@@ -190,7 +192,7 @@ class GatherPlan:
         ]
 
     def _to_all(
-        self, layout: Layout, bucket: Bucket, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device
+        self, layout: BucketLayout, bucket: Bucket, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device
     ) -> list[list[torch.Tensor]]:
         """All ranks' pieces, on every rank: via one all-gather of shares padded to the longest, or via broadcasts."""
         longest, world = max(layout.lengths), len(layout.lengths)

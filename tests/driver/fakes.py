@@ -65,7 +65,7 @@ class Group:
         self.loaded_version = 0
         self.ended = False
         self.failure: Exception | None = None
-        self.dead = False
+        self.any_dead = False
         self.hold_all = False  # all engines hold all weights
         self.offered: Any = None  # the manifest of the last update
         self.manifests: tuple[Any, Any] = (None, None)  # of all weights, and of adapters alone
@@ -88,7 +88,7 @@ class Group:
         return self.sums
 
     @property
-    def died(self) -> dict[str, CorerlError]:
+    def deaths(self) -> dict[str, CorerlError]:
         return {"engine-1": WorkerDied("its process died")}
 
     def wake_up(self, kinds: Iterable[MemoryKind] = ()) -> Future[None]:
@@ -116,7 +116,7 @@ class Group:
 
     @property
     def all_serve(self) -> bool:
-        return self.hold_all and not self.dead
+        return self.hold_all and not self.any_dead
 
     def ready(self, timeout: float) -> bool:
         return self.answers
@@ -150,7 +150,7 @@ class Group:
                 raise error
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
-        self.dead = self.hold_all = False
+        self.any_dead = self.hold_all = False
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 

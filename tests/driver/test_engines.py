@@ -44,7 +44,7 @@ def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
         push(engines)
         offered.append(fleet.offered)
     assert offered == [whole, alone, alone]
-    fleet.dead = True  # it is replaced by one without weights
+    fleet.any_dead = True  # it is replaced by one without weights
     push(engines)
     fleet.hold_all = False  # they have slept
     push(engines)
@@ -237,7 +237,7 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
     push(engines, source)
     assert together.log == ["hold for 7", "send 7", "receive 7", "go on"]
     together.log.clear()
-    together.dead = True
+    together.any_dead = True
     push(engines, source)
     assert together.log == [
         "hold for 8",
@@ -256,7 +256,7 @@ def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     residency = sharing({"actor": both}, fleet=both)
     engines = make_engines(make_config(), both, both, residency=residency)
     residency.enter(SAMPLE)
-    both.dead = True
+    both.any_dead = True
     both.log.clear()
     push(engines)
     # It took caches too, which sleep before the ranks' parameters come.

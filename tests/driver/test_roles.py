@@ -9,8 +9,8 @@ from attrs import evolve
 
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain
+from corerl.driver.learning_rate import DecayStart, learning_rate
 from corerl.driver.roles import Role, continue_schedules
-from corerl.driver.schedule import DecayStart, learning_rate
 from tests.driver.saved import make_config
 from tests.driver.test_run import TRAIN, role
 

@@ -313,7 +313,7 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     fleet.log.clear()
     run.update_engines()
     assert fleet.log == []
-    fleet.dead = True
+    fleet.any_dead = True
     run.update_engines()
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 

@@ -168,8 +168,8 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     served: list[bool] = []
 
     def ensure() -> None:
-        assert list(fleet.died) == ["engine-0", "engine-1"]
-        fleet.replace(fleet.died)
+        assert list(fleet.deaths) == ["engine-0", "engine-1"]
+        fleet.replace(fleet.deaths)
         served.append(fleet.all_serve)
         fleet.updated(fleet.names)
 

@@ -93,7 +93,7 @@ class Engines:
     def update(self, source: Source, version: int, *, repeats: tuple[int, ...] = ()) -> None:
         """As the run does it."""
         with source.updating(Policies(version=version, repeats=repeats)):
-            self.fleet.replace(self.fleet.died)
+            self.fleet.replace(self.fleet.deaths)
             self.take_weights(version)
 
     def die(self) -> None:

@@ -130,7 +130,7 @@ def test_without_any_engine_the_step_ahead_is_sampled_again(at: str, use: Use[En
         begun.save(tmp_path)
         assert position.keys() == {"rollout_step", "prompts"} and not list(tmp_path.iterdir())
         begun.close()
-        engines.fleet.replace(engines.fleet.died)
+        engines.fleet.replace(engines.fleet.deaths)
         engines.take_weights(1)
         begun = ahead(engines)
         begun.restore(position, tmp_path)

@@ -14,9 +14,9 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, EngineFailed, RewardError, WorkerDied
+from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward, position_match
-from corerl.rollout.sampled import DynamicSampling
 from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Arrived
 from tests.rollout.conftest import Use

@@ -26,7 +26,7 @@ def _begun(text: str, marks: Sequence[str]) -> int:
 
 def known(text: str, opened: str, marks: Sequence[str], *, stops: Sequence[str], apart: bool) -> tuple[str, str]:
     """The reasoning and the content of an answer that begins with `text`, as far as both are known. `opened`: the
-    reasoning tag that is open before it. `marks`: texts from which on nothing is content, of which `stops` end reasoning
+    reasoning tag that is open before it. `marks`: texts from which on nothing is content; `stops` of them end reasoning
     too. With `apart` the content has no reasoning."""
     if not apart:
         return "", before(text, marks)

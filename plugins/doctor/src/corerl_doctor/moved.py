@@ -27,7 +27,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         ),
         "Backend.initial_weights": "Backend.initial_weights(chunks): takes the chunks that are to be read",
         "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
-        "Backend.stream": "Backend.stream(adapters=False).sent",
+        "Backend.stream": "Backend.stream(adapters=False).as_sent",
         "corerl.backend.adamw": "corerl.backend: adamw, moments, set_adam_step, set_lr",
         "corerl.backend:RankTower": "corerl.pictures: RankTower",
         "corerl.backend.base:Extra": "corerl.backend: ExtraState",
