@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from corerl.config.structuring import structure as structure
     from corerl.config.structuring import try_structure as try_structure
     from corerl.config.training import ALL_LINEAR as ALL_LINEAR
+    from corerl.config.training import EXPERTS as EXPERTS
     from corerl.config.training import LoraConfig as LoraConfig
     from corerl.config.training import ModelConfig as ModelConfig
     from corerl.config.training import OptimizerConfig as OptimizerConfig

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
+HALF_SURROGATE = re.compile("[\ud800-\udfff]")
 # Settings whose values no message shows, and how they are set.
 SECRETS: Mapping[Keys, str] = {
     ("cluster", "environment"): 'set cluster.environment.NAME="VALUE"',
@@ -139,6 +140,8 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
     said, keys = short_repr(key_of(text)), _keys(key)
     if not equals or not keys:
         raise ConfigError(f"override {said}: expected KEY=VALUE with a dotted key, such as run.steps=10")
+    if HALF_SURROGATE.search(text):  # what the command line makes of bytes that are no UTF-8
+        raise ConfigError(f"override {said}: is not UTF-8 text, which config.toml must be")
     table: Any = data
     for depth, name in enumerate(keys[:-1], start=1):
         table = table.setdefault(name, {})

@@ -77,13 +77,11 @@ class ExpertAdapter(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """[S, out] scale B (A x), of x [S, in] in the order of experts, of which number e has the rows that end at
         `ends[e]`."""
-        from transformers.integrations.moe import _grouped_linear  # of 5.12 to 5.23; knows the kernels of each torch
-
         a, b = self.lora_A.to(x.dtype).unflatten(1, (self.parts, -1)), self.lora_B.to(x.dtype)
         missing = -b.shape[-1] % ALIGNED
-        low = _grouped_linear(x, F.pad(a, (0, 0, 0, missing)).flatten(1, 2), ends)
+        low = _grouped(x, F.pad(a, (0, 0, 0, missing)).flatten(1, 2), ends)
         parts = zip(low.chunk(self.parts, -1), F.pad(b, (0, missing)).chunk(self.parts, 1), strict=True)
-        return torch.cat([_grouped_linear(*part, ends) for part in parts], dim=-1) * self.scale
+        return torch.cat([_grouped(*part, ends) for part in parts], dim=-1) * self.scale
 
 
 class LoraExperts(nn.Module):
@@ -107,10 +105,17 @@ class LoraExperts(nn.Module):
         return weighted[back].unflatten(0, (-1, topk)).sum(1).to(hidden_states.dtype)
 
     def _product(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
-        from transformers.integrations.moe import _grouped_linear
+        return _grouped(x, getattr(self, name), ends) + self.get_submodule(f"{ADAPTERS}.{name}")(x, ends)
 
-        product: Tensor = _grouped_linear(x, getattr(self, name), ends)
-        return product + self.get_submodule(f"{ADAPTERS}.{name}")(x, ends)
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[S, out] of x [S, in], and of each expert's weight [E, out, in] for its rows."""
+    if weight.is_meta:  # where grouped products of float32 have no shapes
+        return x @ weight[0].t()
+    from transformers.integrations.moe import _grouped_linear  # of 5.12 to 5.23; knows the kernels of each torch
+
+    product: Tensor = _grouped_linear(x, weight, ends)
+    return product
 
 
 def takes_adapters(experts: nn.Module) -> bool:
@@ -118,7 +123,7 @@ def takes_adapters(experts: nn.Module) -> bool:
     known: Any = experts
     if not hasattr(experts, "_apply_gate") or known.is_transposed or known.has_bias or not known.is_concatenated:
         return False
-    return not known.has_post_expert_norm
+    return not getattr(known, "has_post_expert_norm", False)  # which transformers 5.12 does not know
 
 
 def _adapt_experts(module: Any, *, rank: int, scale: float, dtype: torch.dtype) -> None:

@@ -172,7 +172,12 @@ def _adapter_boxes(whole: Sequence[HFBox], weight: tuple[int, ...], name: str, s
     """The A or B of each HF tensor in a parameter of the shape `weight`, in the adapter's parameter; none unless those
     are matrices [out, in] of one size, with all of the parameter's inputs."""
     rows = {box.shape[0] for box in whole}
-    if len(rows) != 1 or not all(box.name.endswith(WEIGHT) and box.shape == (*rows, weight[-1]) for box in whole):
+    parts = len(whole) if len(weight) == 2 else 1  # a linear layer has one adapter, whose A its parts would share
+    if (
+        len(rows) != 1
+        or parts != 1
+        or not all(box.name.endswith(WEIGHT) and box.shape == (*rows, weight[-1]) for box in whole)
+    ):
         return []
     (out,), axes, is_b = rows, (len(weight) - 2, len(weight) - 1), "lora_B" in name
     rank = shape[-1] if is_b else shape[-2] * out // weight[-2]

@@ -93,19 +93,30 @@ def plan_algorithm(config: Config, plugins: Plugins) -> AlgorithmPlan:
 
 
 def _construct(loaded: Loaded, options: Any) -> Algorithm:
-    """The algorithm. Raises PluginBroken if it trains other roles than its spec says."""
+    """The algorithm. Raises PluginBroken if it is not what its spec says."""
     implementation: type[Algorithm] = load_implementation(Kind.ALGORITHMS, loaded)
     try:
         algorithm = implementation(options)
-        trained = set(algorithm.objectives())
+        trained, passes = set(algorithm.objectives()), list(algorithm.forwards())
     except Exception as error:
         raise PluginBroken(f"algorithm {loaded}: {implementation.__name__} raised {one_line(error)}") from error
-    wanted = [role for role, kind in loaded.spec.roles.items() if kind is not RoleKind.FROZEN]
+    roles = loaded.spec.roles
+    wanted = [role for role, kind in roles.items() if kind is not RoleKind.FROZEN]
     if trained != set(wanted):
         raise PluginBroken(
             f"algorithm {loaded}: objectives() names the roles {', '.join(sorted(trained)) or 'none'}, wanted those of "
             f"its spec that are not frozen, {', '.join(wanted)}"
         )
+    for each in passes:
+        if each.role not in roles:
+            raise PluginBroken(
+                f"algorithm {loaded}: forwards() names the role {each.role!r}; its spec has {', '.join(roles)}"
+            )
+        if each.snapshot and (each.role != ACTOR or each.snapshot != REFERENCE):
+            raise PluginBroken(
+                f"algorithm {loaded}: forwards() passes the samples through the {each.role} under the weights "
+                f"{each.snapshot!r}; there are those of the {REFERENCE}, of the {ACTOR}"
+            )
     return algorithm
 
 

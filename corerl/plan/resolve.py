@@ -29,7 +29,7 @@ from corerl.plugin.registry import (
     options_of,
     usable,
 )
-from corerl.plugin.spec import ACTOR, AlgorithmRun, Problem, RoleKind, SamplerRun, SlowPath
+from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
 
 # The kinds with a table for each plugin.
@@ -200,13 +200,25 @@ def absent_extensions(config: Config) -> list[str]:
 
 
 def _algorithm(config: Config) -> Loaded:
-    """Raises PluginBroken for defaults that `[algorithm]` cannot have; what else a spec may say is for the algorithms'
-    suite."""
-    loaded = load(Kind.ALGORITHMS, config.algorithm.name)
-    try:
-        structure(loaded.spec.defaults, AlgorithmConfig, path="algorithm")
-    except ConfigError as error:
-        raise PluginBroken(f"algorithm {loaded} has invalid defaults: {error.message}") from error
+    """Raises PluginBroken if it has roles that no run has, or defaults that `[algorithm]` cannot have."""
+    name = config.algorithm.name
+    loaded = load(Kind.ALGORITHMS, name)
+    spec: AlgorithmSpec = loaded.spec
+    if wrong := [role for role in spec.roles if role not in ROLES]:
+        raise PluginBroken(f"algorithm {name!r} wants the role {wrong[0]!r}; a run has {', '.join(ROLES)}")
+    if spec.roles.get(ACTOR, RoleKind.FROZEN) is RoleKind.FROZEN:
+        what = "freezes its" if ACTOR in spec.roles else "has no"
+        raise PluginBroken(f"algorithm {name!r} {what} role {ACTOR!r}, but every run trains one")
+    unset = [field.name for field in fields(AlgorithmConfig) if field.default is None]
+    for setting, value in spec.defaults.items():
+        if setting not in unset:
+            raise PluginBroken(
+                f"algorithm {name!r} sets algorithm.{setting}, which is never unset; it can set {', '.join(unset)}"
+            )
+        try:
+            structure({setting: value}, AlgorithmConfig, path="algorithm")
+        except ConfigError as error:
+            raise PluginBroken(f"algorithm {name!r} has an invalid default: {error.message}") from error
     return loaded
 
 

@@ -387,9 +387,12 @@ def check_library(
 
 def version_numbers(text: str) -> Version:
     """The numbers of a version: 2.13.0+cpu is (2, 13, 0), and 0.17.0rc1 (0, 17, 0), as its release will be."""
-    from packaging.version import Version  # slow to import, as above
+    from packaging.version import InvalidVersion, Version  # slow to import, as above
 
-    return Version(text).release
+    try:
+        return Version(text).release
+    except InvalidVersion:  # no number is as low
+        return ()
 
 
 def check_nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:

@@ -139,6 +139,13 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {box.name: box.view(grad) for name, grad in trained.items() for box in boxes[name]}
 
 
+def test_experts_with_adapters_have_shapes_on_meta() -> None:
+    experts = meta_model(tiny_config("qwen3-moe"), lora=of("experts")).get_submodule("model.layers.0.mlp.experts")
+    with torch.device("meta"):
+        found = experts(torch.empty(5, 64), torch.zeros(5, 2, dtype=torch.long), torch.empty(5, 2))
+    assert found.shape == (5, 64)
+
+
 def test_adapters_of_experts_go_on_from_a_directory_of_peft(tmp_path: Path) -> None:
     lora, hf = of("q_proj", "mlp.experts"), tiny_config("qwen3-moe")
     views = named_views(with_adapters("qwen3-moe", lora))
@@ -159,7 +166,7 @@ def test_adapters_of_experts_go_on_from_a_directory_of_peft(tmp_path: Path) -> N
 def test_a_weight_split_in_files_gets_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     def split(model: PreTrainedModel, params: dict[str, Tensor]) -> dict[str, Tensor]:
         up = params.pop("model.layers.0.mlp.up_proj.weight")
-        return {**params, "up.0": up[:48], "up.1": up[48:]}
+        return {**params, "up.0.weight": up[:48], "up.1.weight": up[48:]}
 
     monkeypatch.setattr(names, "revert_weight_conversion", split)
     with pytest.raises(ModelError) as caught:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import evolve, frozen
 
-from corerl.algorithms.base import REFERENCE, Advantages, Algorithm, Objective
+from corerl.algorithms.base import REFERENCE, Advantages, Algorithm, ForwardPass, Objective
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -22,7 +22,7 @@ from corerl.config.schema import (
 from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.algorithm import AlgorithmPlan, against_algorithm, notices_of_learning, plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
-from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem
+from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 from corerl_algorithms.ppo import Options as OfPPO
 
@@ -141,15 +141,25 @@ def test_a_step_has_the_passes_whose_columns_it_reads() -> None:
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"defaults": {"agregation": "token-mean"}}, "algorithm.agregation: unknown key"),
-        ({"defaults": {"aggregation": "tokenmean"}}, "algorithm.aggregation: expected"),
+        (
+            {"roles": {"actor": RoleKind.POLICY, "judge": RoleKind.FROZEN}},
+            "wants the role 'judge'; a run has actor, critic, teacher",
+        ),
+        ({"roles": {"critic": RoleKind.CRITIC}}, "has no role 'actor', but every run trains one"),
+        ({"roles": {"actor": RoleKind.FROZEN}}, "freezes its role 'actor', but every run trains one"),
+        (
+            {"defaults": {"agregation": "token-mean"}},
+            "sets algorithm.agregation, which is never unset; it can",
+        ),
+        ({"defaults": {"kl_coef": 0.1}}, "sets algorithm.kl_coef, which is never unset"),
+        ({"defaults": {"aggregation": "tokenmean"}}, "has an invalid default: algorithm.aggregation: expected"),
     ],
 )
 def test_a_spec_that_no_run_could_follow_is_refused(
     fields: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.plan.test_algorithm.SPEC", evolve(SPEC, **fields))
-    with pytest.raises(PluginBroken, match=f"^algorithm {NAME!r} has invalid defaults: {line}"):
+    with pytest.raises(PluginBroken, match=f"^algorithm {NAME!r} {line}"):
         settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME)))
 
 
@@ -160,6 +170,16 @@ def test_a_spec_that_no_run_could_follow_is_refused(
             "objectives",
             lambda self: {},
             "objectives() names the roles none, wanted those of its spec that are not frozen, actor",
+        ),
+        (
+            "forwards",
+            lambda self: [ForwardPass(role="critc", columns={})],
+            "forwards() names the role 'critc'; its",
+        ),
+        (
+            "forwards",
+            lambda self: [ForwardPass(role="actor", columns={}, snapshot="oldest")],
+            "under the weights 'oldest'; there are those of the reference, of the actor",
         ),
         ("__init__", lambda self, options: 1 / 0, "FromFiles raised ZeroDivisionError: division by zero"),
         ("objectives", lambda self: MISSPELT, "unexpected keyword argument 'clip_hihg'"),

@@ -126,7 +126,7 @@ def test_experts_without_adapters_are_said_with_their_share(config: Config) -> N
     assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
         (
             f"lora: adapters cover {covered / sum(weights.values()):.2%} of the weights: 4 fused tensors of experts "
-            "(gate_up_proj, down_proj) get none; the target 'experts' gives them adapters"
+            "(gate_up_proj, down_proj) get none; the target 'experts' may give them adapters (docs/lora.md)"
         )
     ]
     of_experts = evolve(lora, targets=("q_proj", "experts"))

@@ -16,7 +16,7 @@ from tinker import types as sdk
 
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
-from corerl.config import ALL_LINEAR, Config, LoraConfig, dump_toml, recorded
+from corerl.config import ALL_LINEAR, EXPERTS, Config, LoraConfig, dump_toml, recorded
 from corerl.engines import GenerateRequest, SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
@@ -31,7 +31,7 @@ from corerl_tinker.sampling import START, Samplers
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
 # The linear layers of a decoder by the names that they have in most models, as the API tells them apart.
 PARTS: Mapping[str, frozenset[str]] = {
-    "train_mlp": frozenset({ALL_LINEAR, "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
+    "train_mlp": frozenset({ALL_LINEAR, EXPERTS, "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
     "train_attn": frozenset({ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"}),
 }
 
