@@ -4,6 +4,11 @@ A row is one sequence of tokens. A sample is one of the G answers to a prompt: o
 several conversations, several rows.
 
 Axes: N tokens of a rollout batch, B rows, E samples, T tokens of a micro-batch, S sequences of a micro-batch.
+
+What a step is on its way: `GenerateRequest` (to an engine) and `Generation` (from it), `Rollout` (of the sampler),
+`ScoredRollout` (with rewards), `SampleBatch` (its rows, here), `TrainBatch` (with advantages), `StepPlan` and its part
+for a dp rank, `StepShare` (which rows make which micro-batch), `PackedBatch` of `MicroBatch`es (on a rank, here),
+`DeviceBatch` (as tensors), and `LossInputs` (what a loss reads).
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class Engines:
     @property
     def held(self) -> tuple[int, ...]:
         """The versions that engines can sample from, the newest last: it alone, unless `weights.versions` says more.
-        Whatever takes the weights from engines leaves them no earlier version: `turn`, a `push` on shared devices, and
-        that one is replaced."""
+        Engines that lose their weights lose all earlier versions: by `turn`, by a `push` on shared devices, and when
+        one is replaced."""
         return self.fleet.held
 
     def push(self, *, snapshot: str = "", forget: int | None = None) -> int:

@@ -51,7 +51,12 @@ class PromptTask:
 @define(kw_only=True, eq=False)
 class SampledRollouts(Source):
     """Rollout steps that engines sample: what all schedules have in common. Each `PromptTask` is sampled in an asyncio
-    task; what is sampled while others are scored is scored together afterwards."""
+    task; what is sampled while others are scored is scored together afterwards.
+
+    `next` waits in `_until` for enough tasks. That calls `_start`, where a schedule takes prompts from the stream and
+    calls `_begin` for each task; `_sample` has engines generate it, `_score` scores it, and the schedule's `_keep`
+    looks at it. When enough are ready, its `_hand_out` makes a rollout step of them.
+    """
 
     stream: PromptStream
     sampler: Sampler

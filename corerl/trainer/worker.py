@@ -145,7 +145,7 @@ class Worker:
             return self.train_on(batch, loss, step)
 
     def train_on(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        """The same, with samples that are packed already."""
+        """`train` of samples that are packed already: what the suite calls with batches of its own."""
         self.add_gradients(batch, loss, last=True, at=step)
         return self.optimizer_step(step, 1.0)
 
@@ -165,7 +165,7 @@ class Worker:
         last: bool,
         at: Step | None = None,
     ) -> GradientResult:
-        """The same, with samples that are packed already."""
+        """`forward_backward` of samples that are packed already."""
         found = self.host.forward_backward(batch, loss, outputs, last, at=at)
         self._gradients.append(evolve(found, outputs=None))
         return found

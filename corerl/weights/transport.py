@@ -51,8 +51,8 @@ class Address:
 
 
 class WeightSender(ABC):
-    """A trainer rank's end. Its methods raise if they cannot go on: `GuardedSender` reports that and keeps the ranks in
-    step."""
+    """A trainer rank's end, which `backend.stream.WeightStream.update_weights` calls. Its methods raise if they cannot
+    go on: `GuardedSender` reports that and keeps the ranks in step."""
 
     sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
 
