@@ -97,7 +97,7 @@ def test_a_pad_token_outside_the_vocabulary_is_none(pad: int, tmp_path: Path) ->
 )
 def test_a_model_is_of_the_class_that_its_config_names(model_type: str, named: Any, wanted: str) -> None:
     config = smallest_config(model_type)
-    config.architectures = named
+    vars(config)["architectures"] = named  # transformers 5.12 would check what is set
     assert (class_name(config), architecture_of(config).__name__) == (wanted, wanted)
     assert reads_pictures(config) == ("ForConditionalGeneration" in wanted)
 
