@@ -144,6 +144,7 @@ def deepspeed(what: str, fields: Mapping[str, Any], **options: Any) -> Work:
 FSDP = Work(
     what="8 layers of the 8B shape, compiled", fields=shapes.SLICE, tokens=16384, micro_batches=1, **compiled(True)
 )
+MOE = evolve(FSDP, what="8 layers of 30B-A3B", fields={**shapes.QWEN3_30B_A3B, "num_hidden_layers": 8})
 FSDP_SMALL = evolve(FSDP, what="0.6B shape, compiled", fields=shapes.QWEN3_600M, sequence=512, micro_batches=4)
 SMOLLM2 = ragged("SmolLM2-135M, 512 samples", shapes.SMOLLM2_135M, 512, 100, 200)
 MEGATRON = megatron("8 layers of the 8B shape", 1, shapes.SLICE, micro=2)
@@ -157,15 +158,14 @@ CASES: Mapping[str, Case] = {
     "fsdp": against_bare(FSDP),
     "fsdp-0.6b": against_bare(FSDP_SMALL),
     # Neither side's float32 weights, gradients and moments leave room for the other's.
-    "fsdp-experts": against_bare(
-        evolve(FSDP, what="8 layers of 30B-A3B", fields={**shapes.QWEN3_30B_A3B, "num_hidden_layers": 8}), apart=True
-    ),
+    "fsdp-experts": against_bare(MOE, apart=True),
     "sleep": alone(evolve(FSDP, what="15 layers of the 8B shape", fields={**shapes.QWEN3_8B, "num_hidden_layers": 15})),
     "fsdp-cpu": fsdp_cpu("the quickstart's model (0.1 M parameters)", shapes.QUICKSTART, 16384, (256, 12, 14)),
     "fsdp-cpu-4m": fsdp_cpu("4 M parameters, ragged samples, 2 micro-batches", shapes.QWEN3_4M, 1024, (26, 32, 192)),
     "megatron": against_bare(MEGATRON),
     "megatron-fp8": against_bare(evolve(MEGATRON, what="FP8 e4m3 by blocks", options=BLOCKWISE)),
     "megatron-torch": alone(evolve(MEGATRON, what="no TransformerEngine", options={"transformer": "torch"})),
+    "megatron-experts": alone(evolve(MOE, backend="megatron", options={})),  # beside fsdp-experts
     "megatron-tp2": alone(megatron("8B shape, tp=2 with sequence parallel", 2, **SPLIT)),
     "megatron-pp2": alone(megatron("8B shape, pp=2", 2, micro=8, **STAGES)),
     "megatron-cp2": alone(long(2)),
