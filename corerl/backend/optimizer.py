@@ -63,12 +63,13 @@ def step_scaled(optimizer: torch.optim.AdamW, factor: float) -> None:
         optimizer.step()
         return
     divisor = 1.0 / factor if factor else math.inf
-    # As torch.amp.GradScaler sets it. On the device: a copy from the host would wait for it.
-    optimizer.grad_scale = torch.full((), divisor, dtype=torch.float32, device=params[0].device)
+    # As torch.amp.GradScaler sets it. Made on the device: a copy from the host would wait for it.
+    grad_scale = torch.full((), divisor, dtype=torch.float32, device=params[0].device)
+    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
-        del optimizer.grad_scale
+        del optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def moments(optimizer: torch.optim.Optimizer, param: torch.Tensor, adam_step: int) -> dict[str, torch.Tensor]:

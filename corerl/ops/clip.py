@@ -59,8 +59,7 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
 
 
 def clip_factor(max_norm: float, norm: float) -> float:
-    """What to multiply gradients of norm `norm` by, so that it becomes at most `max_norm`: 1 or less, and 1 if `max_norm`
-    is 0."""
+    """What to multiply gradients of norm `norm` by, so that it becomes at most `max_norm`; 1 if `max_norm` is 0."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
 
 
