@@ -264,7 +264,7 @@ class Running:
         return self.found
 
 
-def measure(case: Case, rounds: int, sleep: bool) -> tuple[dict[str, Side], dict[str, str]]:
+def measure(case: Case, rounds: int, sleep: bool, profile: bool) -> tuple[dict[str, Side], dict[str, str]]:
     """Called on every rank; the first one's result counts. What each side did, and versions."""
     first = next(iter(case.sides.values()))
     join(first)
@@ -281,10 +281,21 @@ def measure(case: Case, rounds: int, sleep: bool) -> tuple[dict[str, Side], dict
         turn = number % len(names)  # what comes first changes
         for name in names[turn:] + names[:turn]:
             running[name].found.seconds.append(running[name].step())
+    for name in names if profile else ():
+        print(f"{name}\n{kernels(running[name])}", flush=True)
     total = before + sum(each.held for each in running.values())
     found = {name: running[name].end(total=total) for name in reversed(running)}
     gc.collect()
     return found, {**facts(first, *PACKAGES), "threads": str(torch.get_num_threads())}
+
+
+def kernels(side: Running) -> str:
+    """What the device does in one step, the longest first, as a table."""
+    on_gpu, activity = side.device.type == "cuda", torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
+        side.step()
+    by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    return str(profile.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=80))
 
 
 def copies(device: torch.device, nbytes: int) -> list[float]:
@@ -390,6 +401,7 @@ def main() -> None:
     parser.add_argument("--entropy", action="store_true", help="the loss has an entropy bonus")
     add_fields(parser, Work, "tokens", "micro_batches", "recompute", "precision")
     parser.add_argument("--sleep", action="store_true", help="the plugin sleeps, before the last warm-up step")
+    parser.add_argument("--profile", action="store_true", help="print the operations of one more step of each side")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds that one start may take (default: 400)")
     args = parser.parse_args()
     reports: dict[str, Report] = {}
@@ -399,7 +411,7 @@ def main() -> None:
         case = as_asked(CASES[name], parser, args)
         starts: dict[str, list[Side]] = {}
         for start in starts_of(case, args.turns):
-            how = (start, args.rounds, args.sleep or name == "sleep")
+            how = (start, args.rounds, args.sleep or name == "sleep", args.profile)
             work = next((each for each in start.sides.values() if each.loop == "plugin"), case.plugin)
             try:
                 found, known = in_ranks("benchmarks.train_step:measure", *how, work=work, limit=args.limit)

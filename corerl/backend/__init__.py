@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from corerl.backend.optimizer import set_adam as set_adam
     from corerl.backend.optimizer import set_adam_step as set_adam_step
     from corerl.backend.optimizer import set_lr as set_lr
+    from corerl.backend.optimizer import step_scaled as step_scaled
     from corerl.backend.passes import StepLosses as StepLosses
     from corerl.backend.passes import forward_outputs as forward_outputs
     from corerl.backend.primitives import ExtraState as ExtraState

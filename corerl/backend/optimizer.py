@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 import torch
 
 from corerl.config.schema import OptimizerConfig
+from corerl.ops.clip import scale_grads
 
 DECAYED = "decayed"  # of a group of parameters: whether weight decay applies to it
 
@@ -50,6 +52,24 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def step_scaled(optimizer: torch.optim.AdamW, factor: float) -> None:
+    """Step with the gradients times `factor`, which they may be multiplied by in place. Where `adamw` is fused, that is
+    part of the step's own pass over them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if factor == 1.0 or not params or not optimizer.param_groups[0]["fused"]:
+        scale_grads(params, factor)
+        optimizer.step()
+        return
+    divisor = 1.0 / factor if factor else math.inf
+    # As torch.amp.GradScaler sets it. Made on the device: a copy from the host would wait for it.
+    grad_scale = torch.full((), divisor, dtype=torch.float32, device=params[0].device)
+    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def moments(optimizer: torch.optim.Optimizer, param: torch.Tensor, adam_step: int) -> dict[str, torch.Tensor]:

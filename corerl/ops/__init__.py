@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from corerl.ops.attention import one_kernel as one_kernel
     from corerl.ops.attention import packed_attention as packed_attention
     from corerl.ops.buildable import why_unbuildable as why_unbuildable
-    from corerl.ops.clip import clip_grads as clip_grads
+    from corerl.ops.clip import clip_factor as clip_factor
     from corerl.ops.clip import grad_norm as grad_norm
     from corerl.ops.clip import scale_grads as scale_grads
     from corerl.ops.logprobs import token_logprobs as token_logprobs

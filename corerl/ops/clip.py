@@ -1,4 +1,4 @@
-"""The norm of all gradients, whatever meshes they are sharded over, clipping by it, and scaling.
+"""The norm of all gradients, whatever meshes they are sharded over, the factor that clips by it, and scaling.
 
 `torch.nn.utils.clip_grad_norm_` refuses gradients on several meshes, and a mix of plain and sharded ones.
 """
@@ -58,25 +58,23 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-def clip_grads(params: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`; 0 leaves them alone.
-
-    Never waits for the device. Local: needs no communication, since `norm` is equal on all ranks.
-    """
-    if max_norm:
-        scale_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+def clip_factor(max_norm: float, norm: float) -> float:
+    """What to multiply gradients of norm `norm` by, so that it becomes at most `max_norm`; 1 if `max_norm` is 0."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
 
 
 @torch.no_grad()
-def scale_grads(params: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply this rank's gradients in place."""
+def scale_grads(params: Iterable[Tensor], factor: float) -> None:
+    """Multiply this rank's gradients in place; a factor of 1 leaves them alone."""
+    if factor == 1.0:
+        return
     grads: dict[torch.device, list[Tensor]] = {}  # a device's in one call
     for param in params:
         if param.grad is not None:
             own = _local(param.grad)
             grads.setdefault(own.device, []).append(own)
-    for device, of_device in grads.items():
-        torch._foreach_mul_(of_device, factor.to(device) if isinstance(factor, Tensor) else factor)
+    for of_device in grads.values():
+        torch._foreach_mul_(of_device, factor)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from corerl.ops.clip import clip_grads, grad_norm, scale_grads
+from corerl.ops.clip import clip_factor, grad_norm, scale_grads
 from corerl_testing.pool import RankPool
 from tests.ops import ranks
 
@@ -26,7 +26,7 @@ def plain_params() -> list[nn.Parameter]:
 @pytest.mark.parametrize(("bound", "norm_after"), [(6.5, 6.5), (100.0, 13.0), (0.0, 13.0)])
 def test_gradients_are_scaled_down_to_the_bound_and_never_up(bound: float, norm_after: float) -> None:
     params = plain_params()
-    clip_grads(params, bound, grad_norm(params))
+    scale_grads(params, clip_factor(bound, float(grad_norm(params))))
     assert float(grad_norm(params)) == pytest.approx(norm_after, rel=1e-6)
     assert params[0].grad is not None and float(params[0].grad[0]) == pytest.approx(3 * norm_after / 13, rel=1e-6)
     assert params[2].grad is None
@@ -103,7 +103,7 @@ def test_gradients_on_several_meshes_sharded_and_replicated_count_once_each() ->
         norms[rank] = grad_norm(params)
         scale_grads(params, 3.0)
         tripled[rank] = grad_norm(params)
-        clip_grads(params, 1.0, tripled[rank])
+        scale_grads(params, clip_factor(1.0, float(tripled[rank])))
         after[rank] = grad_norm(params)
 
     on_ranks(4, body)

@@ -19,10 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from corerl.backend import adamw
+from corerl.config import RoleConfig
 from corerl.errors import HookFailed
 from corerl.memory import resident_bytes
-from corerl.plugin import BackendSpec
-from corerl.types import Array, MemoryKind, Output, TrainResult, UpdateResult
+from corerl.plugin import BackendSpec, Context
+from corerl.types import Array, MemoryKind, Output, ParallelLayout, TrainResult, UpdateResult
 from corerl.weights import Chunk, TensorSource, WeightSender, is_adapter
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
@@ -64,6 +66,17 @@ class GathersTheWholeModel(FsdpBackend):
         result = super().update_weights(sender, version, adapters)
         del whole
         return result
+
+
+class StepsFused(FsdpBackend):
+    """As on GPUs."""
+
+    spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:StepsFused")
+
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        layout = super().build(config, context)
+        self.optimizer = adamw(self.shards.params, self.shards.shapes, config.train.optimizer, fused=True)
+        return layout
 
 
 def rotary_dtypes(setup: Setup) -> set[torch.dtype]:
@@ -168,6 +181,38 @@ def collectives_of_a_step(setup: Setup) -> tuple[int, int, Counter[str]]:
         with Collectives() as found:
             train(worker, setup, 1)
         return units, micro_batches, found.counts
+
+
+class CopiesToThemselves(TorchDispatchMode):
+    """How many tensors are asked to copy themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func is torch.ops.aten.copy_.default and args[0] is args[1]:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reductions_in_one_buffer(setup: Setup) -> tuple[int, int]:
+    """Reductions of a step, and how many of them had one buffer for their input and output."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        units = sum(isinstance(module, FSDPModule) for module in worker.backend.policy.modules())
+        micro_batches = len(list(packed_for_training(worker, setup, samples_at(1)).micro_batches))
+        with CopiesToThemselves() as found:
+            train(worker, setup, 1)
+        return units * micro_batches, found.count
+
+
+def with_two_buffers(scenario: Callable[..., T], *arguments: Any) -> T:
+    """Go through a scenario with torch's own reductions on one rank."""
+    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter"):
+        return scenario(*arguments)
 
 
 def traced(scenario: Callable[..., T], *arguments: Any) -> T:

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from corerl.backend import StepLosses, forward_outputs, set_adam
 from corerl.config import OptimizerConfig
-from corerl.ops import clip_grads, grad_norm, scale_grads
+from corerl.ops import clip_factor, grad_norm, scale_grads
 from corerl.pictures import RankTower
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
 from corerl_deepspeed.build import Model
@@ -68,8 +68,7 @@ def optimizer_step(
     with _in_the_norm(model.engine.optimizer, grad_norm(params)):
         result = _step(model, settings=settings, scale=scale)
     if result.applied:
-        scale_grads(params, scale)
-        clip_grads(params, settings.clip_norm, torch.tensor(result.grad_norm))
+        scale_grads(params, scale * clip_factor(settings.clip_norm, result.grad_norm))
         tower.step(settings.lr, settings)
     tower.drop_gradients()
     return result

@@ -47,6 +47,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "the method `resized` of a `Plan`": "`corerl_elastic.sizes.resized(plan, overrides)`",
         "corerl.plugin.context": "corerl.plugin: Context",
         "corerl.ops.upload": "corerl.ops: upload",
+        "corerl.ops:clip_grads": "corerl.ops: scale_grads, clip_factor",
         "corerl.plugin.probing:library": "corerl.plugin: check_library",
         "corerl.plugin.probing:nccl": "corerl.plugin: check_nccl",
         "corerl.plugin.probing:version": "corerl.plugin: version_numbers",

@@ -27,6 +27,7 @@ from corerl.ops import one_kernel, why_unbuildable
 from corerl.pictures import PictureInputs
 from corerl_fsdp.compiled import compile_forward, keep_compiled
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.one_rank import OneRankReduce
 from corerl_fsdp.spec import NO_WHOLE_COMPILE
 
 
@@ -119,6 +120,10 @@ def shard(
         if all(owners[id(param)] == 1 for param in unit.parameters()):
             as_unit(unit, reshard_after_forward=reshard_after_forward)
     as_unit(policy, reshard_after_forward=False)
+    if mesh.size() == 1:
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(OneRankReduce())  # type: ignore[arg-type]  # its base is torch's own
 
 
 def end_pass(policy: nn.Module) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from corerl.backend import step_scaled
+
 
 class LocalShards:
     """The local shards, and the parameters that the optimizer steps.
@@ -39,8 +41,8 @@ class LocalShards:
         return [self.dtensors[name] for name in self.params]
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer over `params`, with the DTensors' gradients."""
+    def step(self, optimizer: torch.optim.AdamW, factor: float) -> None:
+        """Step the optimizer over `params`, with the DTensors' gradients times `factor`."""
         for name in self.params:
             grad = self.dtensors[name].grad
             assert grad is None or isinstance(grad, DTensor)
@@ -51,7 +53,7 @@ class LocalShards:
             self.params[name].grad = local
         if self._host_grads is not None and any(shard.is_cuda for shard in self.local.values()):
             torch.cuda.synchronize()
-        optimizer.step()
+        step_scaled(optimizer, factor)
         if self._host_grads is not None:
             for name, param in self.params.items():
                 self.local[name].copy_(param)  # blocking, since the next step overwrites these host buffers

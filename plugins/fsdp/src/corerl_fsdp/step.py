@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from corerl.backend import StepLosses, forward_outputs, set_adam
 from corerl.config import OptimizerConfig
 from corerl.models import Policy
-from corerl.ops import clip_grads, grad_norm, scale_grads
+from corerl.ops import clip_factor, grad_norm, scale_grads
 from corerl.pictures import RankTower
 from corerl.types import ForwardResult, GradientResult, LossSpec, Metric, Output, PackedBatch, StepResult
 from corerl_fsdp.build import end_pass
@@ -51,7 +51,7 @@ def forward_backward(
 def optimizer_step(
     policy: Policy,
     shards: LocalShards,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW,
     *,
     settings: OptimizerConfig,
     scale: float,
@@ -60,17 +60,16 @@ def optimizer_step(
 ) -> StepResult:
     """Called on every rank. One all-reduce for the norm, which makes the norm, and the decision to skip, equal on all
     ranks; before it the collectives of `RankTower.reduced`."""
-    params = [*(() if tower is None else tower.reduced()), *shards.trained]
+    of_tower = [] if tower is None else tower.reduced()
     factor = scale / (loss_scale.value if loss_scale else 1.0)
-    norm = grad_norm(params) * factor
-    result = StepResult(applied=math.isfinite(value := norm.item()), grad_norm=value)
+    norm = (grad_norm([*of_tower, *shards.trained]) * factor).item()
+    result = StepResult(applied=math.isfinite(norm), grad_norm=norm)
     if result.applied:
-        if factor != 1.0:
-            scale_grads(params, factor)
-        clip_grads(params, settings.clip_norm, norm)
+        factor *= clip_factor(settings.clip_norm, norm)
         set_adam(optimizer, settings)
-        shards.step(optimizer)
+        shards.step(optimizer, factor)
         if tower is not None:
+            scale_grads(of_tower, factor)
             tower.step(settings.lr, settings)
     shards.drop_grads()
     if tower is not None:
