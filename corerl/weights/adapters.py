@@ -10,14 +10,14 @@ else but a value head.
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import field, frozen
 
 from corerl.ops.buildable import why_unbuildable
+from corerl.weights.chunks import runs_of, without_numbers
 
 if TYPE_CHECKING:
     from corerl.weights.manifest import Bucket, Entry
@@ -78,28 +78,18 @@ def plan_merges(weights: Bucket, adapters: Bucket, scale: float) -> list[Merge]:
     """How the adapters of a bucket's weights are added: at once to those of one shape at equal distances, such as the
     up projections of a layer's experts, since to launch a product for each would take longer than to compute it."""
     own = {entry.name: entry for entry in adapters.entries}
-    alike: dict[object, list[list[tuple[Entry, ...]]]] = {}
-    for entry in weights.entries:
-        a, b = (own.get(name) for name in adapters_of(entry.name))
-        if a is None or b is None:
-            continue
-        new = (entry, b, a)
-        runs = alike.setdefault((re.sub(r"\d+", "", entry.name), *(each.shape for each in new)), [])
-        steps = _steps(runs[-1][-1], new) if runs else []
-        if runs and min(steps) > 0 and (len(runs[-1]) == 1 or steps == _steps(*runs[-1][-2:])):
-            runs[-1].append(new)
-        else:
-            runs.append([new])
-    return [Merge(*_matrices(run), scale=scale) for runs in alike.values() for run in runs]
+    named = ((entry, *adapters_of(entry.name)) for entry in weights.entries)
+    found = [(weight, own[b], own[a]) for weight, a, b in named if a in own and b in own]
+    runs = runs_of(
+        ((without_numbers(three[0].name), *(each.shape for each in three)), tuple(each.start for each in three))
+        for three in found
+    )
+    return [Merge(*_matrices([found[position] for position in run]), scale=scale) for run in runs]
 
 
-def _steps(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> list[int]:
-    return [one.start - other.start for one, other in zip(after, before, strict=True)]
-
-
-def _matrices(run: list[tuple[Entry, ...]]) -> Iterator[Matrices]:
-    steps = _steps(*run[:2]) if len(run) > 1 else [each.numel for each in run[0]]
-    return (Matrices(each.shape, each.start, step, len(run)) for each, step in zip(run[0], steps, strict=True))
+def _matrices(run: Sequence[tuple[Entry, ...]]) -> Iterator[Matrices]:
+    for each, second in zip(run[0], run[min(1, len(run) - 1)], strict=True):
+        yield Matrices(each.shape, each.start, second.start - each.start or each.numel, len(run))
 
 
 @torch.no_grad()
