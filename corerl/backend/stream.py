@@ -13,7 +13,7 @@ from attrs import frozen
 from corerl.backend.primitives import Primitives
 from corerl.errors import Unsupported
 from corerl.types import UpdateResult
-from corerl.weights.adapters import Adapters, is_adapter
+from corerl.weights.adapters import Merge, is_adapter, plan_merges
 from corerl.weights.chunks import Chunk
 from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
@@ -52,6 +52,10 @@ class WeightStream(Primitives):
             # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
             (self._adapter_bucket,) = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize).buckets
         self._stream = self._stream_of(cut([each for each in shapes if separate or not is_adapter(each[0])]))
+        self._merges: list[list[Merge]] = []  # of each bucket
+        if self._adapter_bucket is not None and (lora := self.config.lora) is not None:
+            buckets = self._stream.gathered.buckets
+            self._merges = [plan_merges(bucket, self._adapter_bucket, lora.scale) for bucket in buckets]
 
     def _stream_of(self, gathered: Manifest) -> Stream:
         """Weights of this manifest, in the form that engines get."""
@@ -117,16 +121,15 @@ class WeightStream(Primitives):
             chunk.name: chunk.view for chunk in self.buffers() if torch.promote_types(chunk.view.dtype, dtype) != dtype
         }
 
-    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> Adapters | None:
-        """The whole adapters to merge, on rank `root`, or on all ranks if it is None; None elsewhere, and if there are
-        none."""
-        lora, bucket = self.config.lora, self._adapter_bucket
-        if lora is None or bucket is None:
+    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> torch.Tensor | None:
+        """The whole adapters to merge, as `_adapter_bucket`, on rank `root`, or on all ranks if it is None; None
+        elsewhere, and if there are none."""
+        bucket = self._adapter_bucket
+        if bucket is None:
             return None
         numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where they are needed
         where = self._gather_plan.memory("adapters", numel, torch.float32, self.device)
-        found = self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
-        return None if found is None else Adapters(bucket.views(found), lora.scale)
+        return self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
 
     def _gathered(
         self, sender: WeightSender, bucket: Bucket, stream: Stream, *, chunks: Sequence[Chunk], root: int | None
@@ -148,14 +151,15 @@ class WeightStream(Primitives):
         out: torch.Tensor,
         stream: Stream,
         *,
-        to_merge: Adapters | None,
+        to_merge: torch.Tensor | None,
         precise: Mapping[str, torch.Tensor],
     ) -> int:
         """Send a gathered bucket in the form that engines get. Returns the bytes sent. Keeps no reference to the
         sender's memory."""
         if to_merge is not None:
             with self.span("merge"):
-                to_merge.merge(bucket.views(out))
+                for merge in self._merges[bucket.index]:
+                    merge.add(out, to_merge)
         if stream.converted is not None:
             flat, bucket_sent = out, stream.converted.buckets[bucket.index]
             out = self._room(sender, bucket_sent, stream.converted)

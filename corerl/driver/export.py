@@ -38,7 +38,7 @@ from corerl.models.tokenizer import CHARACTERS, CONFIG, GENERATION, end_tokens, 
 from corerl.plan.check import Problems
 from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trains_tower
 from corerl.plan.settle import settle_adapters
-from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
+from corerl.weights.adapters import WEIGHT, adapted, adapters_of, add_products_, is_adapter
 from corerl.weights.chunks import TensorSource, finite
 
 SHARD_BYTES = 4 * 2**30
@@ -218,8 +218,9 @@ def _merged(
         if saved.shape(name) is None:
             sums[name] = rounded_sum(weight.to(held))
         pair = [each for each in adapters_of(name) if saved.shape(each) is not None]
-        adapters = dict(_read(saved, {each: saved.shapes[each] for each in pair}, torch.float32))
-        Adapters(adapters, scale).merge({name: weight})
+        if pair:
+            (_, a), (_, b) = _read(saved, {each: saved.shapes[each] for each in pair}, torch.float32)
+            add_products_(weight[None], b[None], a[None], scale=scale)
         yield name, weight
     if of_sums(sums) != base_digest:
         raise ModelError(

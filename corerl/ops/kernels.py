@@ -148,14 +148,17 @@ def _gradient(
     tl.store(logits + columns, d.to(logits.dtype.element_ty), mask=columns < width)
 
 
-def add_product_(weight: Tensor, b: Tensor, a: Tensor, *, scale: float) -> None:
-    rows, columns = weight.shape
-    rank = a.shape[0]
-    with torch.cuda.device_of(weight):
-        _add_product[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
-            weight,
+def add_products_(weights: Tensor, b: Tensor, a: Tensor, *, scale: float) -> None:
+    count, rows, columns = weights.shape
+    rank = a.shape[1]
+    with torch.cuda.device_of(weights):
+        _add_products[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS), count)](
+            weights,
             b,
             a,
+            weights.stride(0),
+            b.stride(0),
+            a.stride(0),
             rows,
             columns,
             rank,
@@ -167,10 +170,13 @@ def add_product_(weight: Tensor, b: Tensor, a: Tensor, *, scale: float) -> None:
 
 
 @triton.jit
-def _add_product(
+def _add_products(
     weight,
     b,
     a,
+    weight_step,
+    b_step,
+    a_step,
     rows,
     columns,
     rank,
@@ -179,6 +185,10 @@ def _add_product(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
+    number = tl.program_id(2).to(tl.int64)
+    weight += number * weight_step
+    b += number * b_step
+    a += number * a_step
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     terms = tl.arange(0, TERMS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from attrs import frozen
@@ -84,6 +85,30 @@ def flat_range_views(shape: Sequence[int], start: int, values: torch.Tensor) -> 
         count = math.prod(box[1])
         yield box, values[at : at + count].view(box[1])
         at += count
+
+
+def without_numbers(name: str) -> str:
+    """The same for a tensor in all layers and experts."""
+    return re.sub(r"\d+", "", name)
+
+
+def runs_of(alike: Iterable[tuple[Hashable, tuple[int, ...]]]) -> list[list[int]]:
+    """The positions of (kind, starts) pairs, in lists of one kind whose starts all grow by equal steps: in order, each
+    as long as possible."""
+    runs: dict[Hashable, list[list[tuple[int, tuple[int, ...]]]]] = {}
+    for position, (kind, starts) in enumerate(alike):
+        own = runs.setdefault(kind, [])
+        new = (position, starts)
+        steps = _steps(own[-1][-1], new) if own else ()
+        if own and min(steps) > 0 and (len(own[-1]) == 1 or steps == _steps(*own[-1][-2:])):
+            own[-1].append(new)
+        else:
+            own.append([new])
+    return [[position for position, _ in run] for own in runs.values() for run in own]
+
+
+def _steps(before: tuple[int, tuple[int, ...]], after: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(new - old for old, new in zip(before[1], after[1], strict=True))
 
 
 def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:

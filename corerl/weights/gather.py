@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -12,41 +13,61 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 
 from corerl.errors import ContractError
-from corerl.weights.chunks import Box, Chunk, holes, within
+from corerl.weights.chunks import Box, Chunk, holes, runs_of, without_numbers
 from corerl.weights.manifest import Bucket
 
 Shape: TypeAlias = tuple[int, ...]
 NamedBox: TypeAlias = tuple[str, Shape, Box]  # a tensor's name and whole shape, and a box of it
+Kind: TypeAlias = tuple[Shape, Shape, str | int]  # of boxes to copy at once: sizes, the tensor's strides, and a name
+Shares: TypeAlias = dict[int, torch.Tensor | list[torch.Tensor]]  # ranks' boxes: as a share, or as views of memory
 
 # If all ranks receive, and padding all shares to equal size would take more than this many buckets of memory (as with
 # pipeline stages, where one rank holds the whole bucket), the shares are broadcast one by one, without padding.
 PADDED_BUCKETS = 2
+# Boxes of up to so many elements, such as the adapters of experts, are copied many at once: to launch a copy takes
+# longer than to make it. Larger ones are copied one by one, as plain memory.
+SMALL = 2**19
 
 
 @frozen
-class Piece:
-    """One box of a bucket: its place in its rank's share, and its place in the bucket."""
+class Run:
+    """Boxes [*sizes] of one rank, at equal distances in its share and in the bucket; most often a single one."""
 
-    start: int  # [start, stop) of the rank's share, in elements
-    stop: int
+    pieces: list[int]  # their positions among the rank's boxes
     sizes: Shape
-    entry_start: int  # its tensor is [entry_start, entry_stop) of the bucket
-    entry_stop: int
-    entry_shape: Shape
-    target: tuple[slice, ...]  # slices of that tensor
+    start: int  # of the first, in elements of the rank's share, in which each is contiguous
+    start_step: int
+    at: int  # of the first, in elements of the bucket
+    at_step: int
+    strides: Shape  # of its tensor in the bucket
 
-    def place(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the box [*sizes] to its place in the bucket [bucket.numel]."""
-        out[self.entry_start : self.entry_stop].view(self.entry_shape)[self.target].copy_(values)
+    def in_share(self, share: torch.Tensor) -> torch.Tensor:
+        """A view [n, *sizes] of them in the rank's share."""
+        strides = (self.start_step, *_strides(self.sizes))
+        return share.as_strided((len(self.pieces), *self.sizes), strides, share.storage_offset() + self.start)
+
+    def in_bucket(self, out: torch.Tensor) -> torch.Tensor:
+        """Their places as a view [n, *sizes] of the bucket [bucket.numel]."""
+        strides = (self.at_step, *self.strides)
+        return out.as_strided((len(self.pieces), *self.sizes), strides, out.storage_offset() + self.at)
+
+    def copy(self, views: Sequence[torch.Tensor], to: torch.Tensor) -> None:
+        """Copy these of a rank's boxes, each somewhere in its memory, to such a view."""
+        own = [views[piece] for piece in self.pieces]
+        if (at_once := _stacked(own)) is not None:
+            to.copy_(at_once)
+        else:
+            for place, view in zip(to, own, strict=True):
+                place.copy_(view)
 
 
 @frozen
 class BucketLayout:
     """How one bucket is gathered; equal on all ranks except for `own`."""
 
-    pieces: list[list[Piece]]  # by rank
+    runs: list[list[Run]]  # by rank
     lengths: list[int]  # elements of each rank's share
-    own: list[int]  # this rank's pieces, as positions in the chunks that the plan was built from
+    own: list[int]  # this rank's boxes, as positions in the chunks that the plan was built from
 
 
 @define(kw_only=True)
@@ -120,15 +141,18 @@ class GatherPlan:
             out = torch.empty(bucket.numel, dtype=dtype, device=device)
         with torch.no_grad():
             if self._all_whole:
-                shares = [self._own(layout, chunks) if pieces else [] for pieces in layout.pieces]
+                shares: Shares = {self._rank: self._own(layout, chunks)}
             elif root is None:
                 shares = self._to_all(layout, bucket, chunks, dtype, device)
             else:
                 shares = self._to_root(layout, chunks, root, dtype, device)
             if out is not None:
-                for pieces, share in zip(layout.pieces, shares, strict=True):
-                    for piece, values in zip(pieces, share, strict=True):
-                        piece.place(values, out)
+                for rank, share in shares.items():
+                    for run in layout.runs[rank]:
+                        if isinstance(share, torch.Tensor):
+                            run.in_bucket(out).copy_(run.in_share(share))
+                        else:
+                            run.copy(share, run.in_bucket(out))
         return out
 
     def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -144,20 +168,20 @@ class GatherPlan:
         self._kept = {use: kept for use, kept in self._kept.items() if kept.device.type == "cpu"}
 
     def _layout(self, bucket: Bucket) -> BucketLayout:
-        pieces: list[list[Piece]] = [[] for _ in self._boxes]
+        found: list[list[tuple[Kind, tuple[int, int]]]] = [[] for _ in self._boxes]
         lengths = [0] * len(self._boxes)
         own: list[int] = []
         for entry in bucket.entries:
+            strides, name = _strides(entry.shape), without_numbers(entry.name)
             for rank, index in self._by_name[entry.name]:
-                _, shape, box = self._boxes[rank][index]
-                start, stop = lengths[rank], lengths[rank] + math.prod(box[1])
-                target = within(box, ((0,) * len(shape), shape))
-                piece = Piece(start, stop, box[1], entry.start, entry.start + entry.numel, shape, target)
-                pieces[rank].append(piece)
-                lengths[rank] = stop
+                offsets, sizes = self._boxes[rank][index][2]
+                at = entry.start + sum(map(operator.mul, offsets, strides))
+                kind = (sizes, strides, name if math.prod(sizes) <= SMALL else len(found[rank]))
+                found[rank].append((kind, (lengths[rank], at)))
+                lengths[rank] += math.prod(sizes)
                 if rank == self._rank:
                     own.append(self._positions[index])
-        return BucketLayout(pieces, lengths, own)
+        return BucketLayout([_runs(each) for each in found], lengths, own)
 
     def _own(self, layout: BucketLayout, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         return [chunks[position].view for position in layout.own]
@@ -167,34 +191,32 @@ class GatherPlan:
     ) -> torch.Tensor:
         """This rank's boxes, cast and concatenated into [numel]; the tail may be padding."""
         share = self.memory("share", numel, dtype, device)
-        for piece, values in zip(layout.pieces[self._rank], self._own(layout, chunks), strict=True):
-            share[piece.start : piece.stop].view(piece.sizes).copy_(values)
+        views = self._own(layout, chunks)
+        for run in layout.runs[self._rank]:
+            run.copy(views, run.in_share(share))
         return share
 
     def _to_root(
         self, layout: BucketLayout, chunks: Sequence[Chunk], root: int, dtype: torch.dtype, device: torch.device
-    ) -> list[list[torch.Tensor]]:
-        """All ranks' pieces, on `root`: its own directly, the others' received as shares of their own lengths."""
+    ) -> Shares:
+        """All ranks' boxes, on `root`: its own directly, the others' received as shares of their own lengths."""
         if root != self._rank:
             if length := layout.lengths[self._rank]:
                 share = self._packed(layout, chunks, length, dtype, device)
                 _exchange([dist.P2POp(dist.isend, share, group=self._group, group_peer=root)])
-            return []
+            return {}
         others = {
             rank: self.memory(f"from {rank}", length, dtype, device)
             for rank, length in enumerate(layout.lengths)
             if length and rank != root
         }
         _exchange([dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank) for rank, share in others.items()])
-        return [
-            self._own(layout, chunks) if rank == root else _cut(pieces, others[rank]) if pieces else []
-            for rank, pieces in enumerate(layout.pieces)
-        ]
+        return {root: self._own(layout, chunks), **others}
 
     def _to_all(
         self, layout: BucketLayout, bucket: Bucket, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device
-    ) -> list[list[torch.Tensor]]:
-        """All ranks' pieces, on every rank: via one all-gather of shares padded to the longest, or via broadcasts."""
+    ) -> Shares:
+        """All ranks' boxes, on every rank: via one all-gather of shares padded to the longest, or via broadcasts."""
         longest, world = max(layout.lengths), len(layout.lengths)
         if longest * world <= PADDED_BUCKETS * bucket.numel:
             share = self._packed(layout, chunks, longest, dtype, device)
@@ -213,7 +235,7 @@ class GatherPlan:
             for rank, share in enumerate(shares):
                 if share.numel():
                     dist.broadcast(share, group=self._group, group_src=rank)
-        return [_cut(pieces, share) for pieces, share in zip(layout.pieces, shares, strict=True)]
+        return dict(enumerate(shares))
 
 
 def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
@@ -230,9 +252,34 @@ def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
     return {name: 0 if first == very_first else first for first, names in stages for name in names}
 
 
-def _cut(pieces: Sequence[Piece], share: torch.Tensor) -> list[torch.Tensor]:
-    """Split a share into its boxes, each [*piece.sizes]."""
-    return [share[piece.start : piece.stop].view(piece.sizes) for piece in pieces]
+def _runs(boxes: Sequence[tuple[Kind, tuple[int, int]]]) -> list[Run]:
+    """One rank's boxes, each with its starts in the share and in the bucket, as runs."""
+    runs = []
+    for pieces in runs_of(boxes):
+        (sizes, strides, _), (start, at) = boxes[pieces[0]]
+        next_start, next_at = boxes[pieces[min(1, len(pieces) - 1)]][1]
+        runs.append(Run(pieces, sizes, start, next_start - start, at, next_at - at, strides))
+    return runs
+
+
+def _strides(shape: Shape) -> Shape:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _stacked(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Views [*sizes] as one [n, *sizes], if they lie at equal distances in the same memory."""
+    first = views[0]
+    if len(views) == 1:
+        return first[None]
+    alike = (first.dtype, first.stride(), first.untyped_storage().data_ptr())
+    starts = [view.storage_offset() for view in views]
+    step = starts[1] - starts[0]
+    if step <= 0 or starts != list(range(starts[0], starts[0] + step * len(views), step)):
+        return None
+    if any((view.dtype, view.stride(), view.untyped_storage().data_ptr()) != alike for view in views):
+        return None
+    return first.as_strided((len(views), *first.shape), (step, *first.stride()), starts[0])
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:

@@ -78,6 +78,33 @@ def copied(rank: int) -> list[Chunk]:
     ]
 
 
+def stacks() -> dict[str, torch.Tensor]:
+    """Fused weights of six experts: rows of the gate above those of the up projection, and the down projection."""
+    generator = torch.Generator().manual_seed(7)
+    return {"gate_up": torch.randn(6, 32, 32, generator=generator), "down": torch.randn(6, 32, 16, generator=generator)}
+
+
+def matrices(stack: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each expert's, as views, in the order of files."""
+    found = {}
+    for expert in range(6):
+        gate, up = stack["gate_up"][expert].chunk(2)
+        found |= {f"{expert}.gate": gate, f"{expert}.up": up, f"{expert}.down": stack["down"][expert]}
+    return found
+
+
+def experts(rank: int) -> list[Chunk]:
+    """Rank 0 has four experts' gate and up projections, rank 1 two, and each rank half of all rows of `down`."""
+    chunks = []
+    for name, view in matrices(stacks()).items():
+        if "down" in name:
+            half = view[16 * rank : 16 * rank + 16]
+            chunks.append(Chunk(name, (32, 16), (16 * rank, 0), (16, 16), half))
+        elif (int(name[0]) >= 4) == bool(rank):
+            chunks.append(Chunk(name, (16, 32), (0, 0), (16, 32), view))
+    return chunks
+
+
 def dropped(rank: int) -> list[Chunk]:
     """Rank 1 leaves out its part of `head`."""
     return [chunk for chunk in sharded(rank) if not (rank == 1 and chunk.name == "head")]
@@ -104,23 +131,26 @@ def wrong_view(rank: int) -> list[Chunk]:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest storage that any operation returned, in elements of float32."""
+    """Remembers the largest storage that any operation returned, in elements of float32; counts copies."""
 
-    largest = 0
+    largest = copies = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
+        self.copies += func is torch.ops.aten.copy_.default
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, torch.Tensor):
                 self.largest = max(self.largest, value.untyped_storage().nbytes() // 4)
         return result
 
 
-def gathered(make: Callable[[int], list[Chunk]], rank: int, root: int | None, dtype: str) -> dict[str, object]:
+def gathered(
+    make: Callable[[int], list[Chunk]], rank: int, root: int | None, dtype: str, bucket_bytes: int = 9000
+) -> dict[str, object]:
     chunks = make(rank)
     plan = GatherPlan.build(chunks, dist.group.WORLD)
-    manifest = build_manifest(plan.shapes, dtype=dtype, bucket_bytes=9000)
-    wanted = tensors()
+    manifest = build_manifest(plan.shapes, dtype=dtype, bucket_bytes=bucket_bytes)
+    wanted = {**tensors(), **matrices(stacks())}
     received, right = 0, 0
     with Largest() as watch:
         for _ in range(2):  # the second time with the layouts that the first one made
@@ -139,6 +169,7 @@ def gathered(make: Callable[[int], list[Chunk]], rank: int, root: int | None, dt
         "received": received,
         "right": right,
         "largest": watch.largest,
+        "copies": watch.copies,
         "bucket": max(bucket.numel for bucket in manifest.buckets),
     }
 
@@ -172,6 +203,9 @@ def report() -> dict[str, Any]:
         "staged to all": gathered(staged, rank, None, "bfloat16"),
         "copied to root 1": gathered(copied, rank, 1, "float32"),
         "copied to all": gathered(copied, rank, None, "bfloat16"),
+        "experts to root 0": gathered(experts, rank, 0, "float32", bucket_bytes=3 * 1536 * 4),
+        "experts to root 1": gathered(experts, rank, 1, "bfloat16"),
+        "experts to all": gathered(experts, rank, None, "bfloat16"),
         "sent of copies": sent_of_copies(rank),
         "dropped": refused(dropped, rank),
         "doubled": refused(doubled, rank),

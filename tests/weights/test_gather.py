@@ -28,6 +28,9 @@ def reports(rank_pool: RankPool) -> list[dict[str, Any]]:
         ("staged to all", [0, 1]),
         ("copied to root 1", [1]),
         ("copied to all", [0, 1]),
+        ("experts to root 0", [0]),
+        ("experts to root 1", [1]),
+        ("experts to all", [0, 1]),
     ],
 )
 def test_receivers_get_every_bucket_bit_for_bit(
@@ -89,6 +92,32 @@ def test_wrong_chunks_are_refused_on_all_ranks(reports: list[dict[str, Any]]) ->
             "the chunks of rank 1 are wrong: 'head' has a view of shape [40, 32], but a box of [24, 32]"
             in report["wrong view"]
         )
+
+
+@pytest.mark.parametrize(("held", "copies"), [("stacked", 3), ("apart", 18), ("large", 18)])
+def test_experts_of_one_weight_are_copied_at_once(monkeypatch: pytest.MonkeyPatch, held: str, copies: int) -> None:
+    if held == "large":
+        monkeypatch.setattr("corerl.weights.gather.SMALL", 1)
+    whole = ranks.matrices(ranks.stacks())
+    # Apart they have other storages, though at offsets that grow as in one.
+    views = {
+        name: torch.cat([torch.zeros(number, *view.shape), view[None]])[number] if held == "apart" else view
+        for number, (name, view) in enumerate(whole.items())
+    }
+    chunks = [Chunk(name, tuple(view.shape), (0, 0), tuple(view.shape), view) for name, view in views.items()]
+    plan = GatherPlan.build(chunks, None)
+    (bucket,) = build_manifest(plan.shapes, dtype="float32", bucket_bytes=1 << 20).buckets
+    with ranks.Largest() as seen:
+        out = plan.gather(bucket, chunks=chunks, root=None, dtype=torch.float32)
+    assert out is not None
+    assert all(torch.equal(view, whole[name]) for name, view in bucket.views(out).items())
+    assert seen.copies == copies
+
+
+def test_a_rank_that_receives_experts_copies_them_at_once(reports: list[dict[str, Any]]) -> None:
+    # Of experts 0 to 2: rank 0's gate, up and down, and rank 1's down; of the others: both ranks' gate, up and down.
+    # They are 24 boxes. Twice, since both buckets are gathered twice.
+    assert reports[0]["experts to root 0"]["copies"] == 2 * (4 + 6)
 
 
 def test_a_single_process_gathers_without_torch_distributed() -> None:
