@@ -167,6 +167,7 @@ def _is_table(value: Any) -> bool:
 
 
 def comment(text: str) -> list[str]:
+    """The lines of a comment."""
     return textwrap.wrap(
         text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False, break_long_words=False
     )

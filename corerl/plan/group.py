@@ -19,7 +19,7 @@ from corerl.errors import ConfigError
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.check import Problems, contradictions_of_a_group
 from corerl.plan.make import resolve_config
-from corerl.plan.models import build_models, check_files, load_configs, longest_sample, notices_of, unpacked
+from corerl.plan.models import build_models, check_files, load_configs, longest_sample
 from corerl.plan.plan import GroupPlan
 from corerl.plan.processes import plan_processes
 from corerl.plan.residency import has_bfloat16, resolve_device
@@ -44,7 +44,7 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
     models = build_models(config, plugins, configs)
     checkpoint = _checkpoint_of(resume, role, frozen=plugins.is_frozen(role))
     problems = Problems()
-    about_files = list(check_files(models[role], checkpoint, setting="resume", refers=False, problems=problems))
+    check_files(models[role], checkpoint, setting="resume", refers=False, problems=problems)
     problems.raise_all()
     context = longest_sample(config, configs[role])
     processes = plan_processes(
@@ -66,9 +66,6 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
         context_length=context,
         notices=(
             *ignored_tables(config),
-            *about_files,
-            *notices_of(models[role]),
-            *unpacked(models),
             *(notices_of_choices(absolute, config, plugins) if device == "cuda" else ()),
         ),
     )

@@ -21,17 +21,13 @@ from corerl.config.schema import Config
 from corerl.data.digests import places, unpacked
 from corerl.data.prompts import PromptSource, PromptStream, Share, split
 from corerl.errors import CheckpointError, ConfigError, DataError, NothingLeft
-from corerl.messages import listed, short_repr
 from corerl.observability.jsonl import METRICS_FILE, SAMPLES_FILE, read_lines
 from corerl.plan.check import Problems
 from corerl.rollout.recorded import ROLLOUTS
 from corerl.types import UIntArray
 
 EXPORT = "model"  # subdirectory for the final Hugging Face export
-EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings that a resumed run is meant to change
 ADVICE = re.compile(r"(?:;|, so) resume from ")  # with which a checkpoint's fault ends
-SHOWN_CHANGES = 8  # settings named in one line
-SHOWN_CHARACTERS = 40  # of a setting's value
 
 
 @frozen(kw_only=True)
@@ -161,36 +157,6 @@ def checkpoint_to_resume(
             "another run.dir"
         )
     return chosen, skipped
-
-
-# ---- settings that have changed --------------------------------------------------------------------------------------
-
-
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
-    Both are plain data."""
-    changes = [
-        "{}={} (was {})".format(path, *_shown_apart(value, old)) if old is not None and value is not None else path
-        for path, old, value in _differences(before, now)
-        if path not in EXPECTED_CHANGES
-    ]
-    return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
-
-
-def _shown_apart(*values: Any) -> list[str]:
-    """The beginnings of values, or the ends of those that begin alike, as long paths do."""
-    shown = [short_repr(each, SHOWN_CHARACTERS) for each in values]
-    return shown if len({*shown}) > 1 else [f"...{str(each)[-SHOWN_CHARACTERS:]}" for each in values]
-
-
-def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted path, old and new value of each difference; of what is in one of them only, the outermost path."""
-    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
-        if before != now:
-            yield path, before, now
-        return
-    for key in [*now, *(key for key in before if key not in now)]:
-        yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
 
 
 # ---- what must not be lost -------------------------------------------------------------------------------------------

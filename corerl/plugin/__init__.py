@@ -28,14 +28,12 @@ if TYPE_CHECKING:
     from corerl.plugin.hooks import RunControl as RunControl
     from corerl.plugin.origins import Origin as Origin
     from corerl.plugin.origins import plugins_here as plugins_here
-    from corerl.plugin.origins import unmet as unmet
     from corerl.plugin.pictures import picture_inputs as picture_inputs
+    from corerl.plugin.registry import INSTALL_HINTS as INSTALL_HINTS
     from corerl.plugin.registry import Entry as Entry
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import Loaded as Loaded
     from corerl.plugin.registry import installed_names as installed_names
-    from corerl.plugin.registry import kinds_of as kinds_of
-    from corerl.plugin.registry import known_names as known_names
     from corerl.plugin.registry import load as load
     from corerl.plugin.registry import load_implementation as load_implementation
     from corerl.plugin.registry import locate as locate

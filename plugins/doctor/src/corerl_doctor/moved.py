@@ -28,6 +28,10 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "Backend.initial_weights": "Backend.initial_weights(chunks): takes the chunks that are to be read",
         "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
         "Backend.stream": "Backend.stream(adapters=False).as_sent",
+        "corerl.algorithms:at_last_token": "corerl_algorithms, in whose module `estimates` it is",
+        "corerl.algorithms:explained_variance": "corerl_algorithms, in whose module `estimates` it is",
+        "corerl.algorithms:gae": "corerl_algorithms, in whose module `estimates` it is",
+        "corerl.algorithms:whiten": "corerl_algorithms, in whose module `estimates` it is",
         "corerl.backend.adamw": "corerl.backend: adamw, moments, set_adam_step, set_lr",
         "corerl.backend:RankTower": "corerl.pictures: RankTower",
         "corerl.backend.base:Extra": "corerl.backend: ExtraState",
@@ -45,6 +49,9 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.plan:REPLICAS": "corerl_elastic, in whose module `sizes` it is",
         "corerl.plan:with_other_sizes": "corerl_elastic, in whose module `sizes` it is",
         "the method `resized` of a `Plan`": "`corerl_elastic.sizes.resized(plan, overrides)`",
+        "corerl.plugin:known_names": "corerl_doctor, in whose module `listing` it is",
+        "corerl.plugin:kinds_of": "corerl_doctor, in whose module `listing` it is",
+        "corerl.plugin:unmet": "corerl_doctor, in whose module `installation` it is",
         "corerl.plugin.context": "corerl.plugin: Context",
         "corerl.ops.upload": "corerl.ops: upload",
         "corerl.plugin.probing:library": "corerl.plugin: check_library",
@@ -64,6 +71,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.weights.transports": (
             "corerl_transports, which pip install 'corerl[transports]' brings, and for `disk` `corerl_delta`"
         ),
+        "the field `built` of a `PlanReady`": "`models[role].built`; the config is `models[role].hf`",
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the argument `lost`",
         "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",

@@ -90,7 +90,7 @@ def slow_paths(plan: PlanReady) -> list[str]:
         found = [
             *slow_precision(own.cluster, asked=plan.asked.train_of(role).precision == "float32"),
             *own.backend.spec.slow(
-                role_options(plan.config, role, own.backend), own.cluster, size_of(plan.built[role])
+                role_options(plan.config, role, own.backend), own.cluster, size_of(plan.models[role].built)
             ),
         ]
         for each in found:
