@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from corerl.plan.residency import REST as REST
     from corerl.plan.residency import UPDATE as UPDATE
     from corerl.plan.residency import train_stage as train_stage
+    from corerl.plan.resolve import filled_in as filled_in
     from corerl.plan.resolve import ignored_tables as ignored_tables
     from corerl.plan.resolve import place_of as place_of
     from corerl.plan.resolve import role_options as role_options

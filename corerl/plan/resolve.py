@@ -240,6 +240,11 @@ def resolve_tables(config: Config) -> Config:
     return evolve(config, **changed, roles=evolve(config.roles, **roles), extensions=extensions)
 
 
+def filled_in(config: Config) -> Config:
+    """The same config with a value for all that does not depend on models, data and devices."""
+    return resolve_tables(settle_algorithm(settle_extensions(config)))
+
+
 def ignored_tables(config: Config) -> list[str]:
     """One line for each table of a plugin that is not installed, but for likely typos, which `resolve_tables`
     reports."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import Environment as Environment
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec
     from corerl.plugin.spec import Finding as Finding
+    from corerl.plugin.spec import FormatSpec as FormatSpec
     from corerl.plugin.spec import Level as Level
     from corerl.plugin.spec import NoOptions as NoOptions
     from corerl.plugin.spec import PicturesSpec as PicturesSpec

@@ -30,6 +30,7 @@ from corerl.plugin.spec import (
     CommandSpec,
     EngineSpec,
     ExtensionSpec,
+    FormatSpec,
     PicturesSpec,
     SamplerSpec,
     Spec,
@@ -48,6 +49,7 @@ class Kind(Enum):
     COMMANDS = "commands", CommandSpec
     TRANSPORTS = "transports", TransportSpec
     PICTURES = "pictures", PicturesSpec
+    FORMATS = "formats", FormatSpec
 
     spec: type[Spec]
 
@@ -101,6 +103,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         },
         Kind.TRANSPORTS: {"delta": "disk delta", "transports": "collective ipc"},
         Kind.PICTURES: {"vision": "vision"},
+        Kind.FORMATS: {"data": "datasets"},
     }.items()
 }
 

@@ -5,7 +5,7 @@ importable without torch.
     mine = "corerl_mine:SPEC"
 
 Each kind has a group of its own: `corerl.backends`, `corerl.engines`, `corerl.samplers`, `corerl.extensions`,
-`corerl.algorithms`, `corerl.commands`, `corerl.transports`, `corerl.pictures`.
+`corerl.algorithms`, `corerl.commands`, `corerl.transports`, `corerl.pictures`, `corerl.formats`.
 """
 
 from __future__ import annotations
@@ -339,6 +339,17 @@ class CommandSpec(Spec):
     # the command's name: gets the file and the overrides of `corerl config check`, in place of its checks of a run,
     # raises UserError with a line for each problem, and returns lines to be shown.
     check: str = ""
+
+
+@frozen(kw_only=True)
+class FormatSpec(Spec):
+    """A reader of data files that are no JSON lines, and of directories of files."""
+
+    # "package.module:function", called with (files or a directory, its name in messages, split, subset, common, texts),
+    # those from `split` on by name and not of files, but for `texts`; returns a corerl.data.Rows. Imported where they
+    # are read.
+    implementation: str
+    suffixes: tuple[str, ...]  # of the files that it reads, such as ".parquet"
 
 
 @frozen(kw_only=True)

@@ -1,6 +1,7 @@
 """`corerl plugins [KIND] [--json]`: what is installed of every kind, and why some cannot run.
 
-`corerl options NAME [--kind KIND]`: every setting of a plugin as TOML with its default, ready to paste."""
+`corerl options NAME [--kind KIND]`: every setting of a plugin as TOML with its default, ready to paste; of a run's file
+all that it has."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from corerl.config import class_fields, comment, settings_with_help, toml_key, toml_value
+from corerl.config import class_fields, load_config, toml_key, toml_value
 from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound, UserError
 from corerl.messages import did_you_mean, one_line, printable
+from corerl.plan import filled_in
 from corerl.plugin import API, INSTALL_HINTS, Kind, Loaded, installed_names, load, locate, scan
+from corerl_doctor.help_texts import comment, settings_with_help
 
 SELECTED_BY = {
     Kind.BACKENDS: "backend.name",
@@ -148,12 +151,19 @@ def _text(found: Sequence[Installed], missing: Mapping[str, str]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="of a backend, an engine, an extension, ...")
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="of a backend, an engine, an extension, ..., or a run's TOML file: all of its settings",
+    )
     parser.add_argument("--kind", metavar="KIND", help="needed if several plugins have this name: backend, engine, ...")
     parser.set_defaults(run=run_options)
 
 
 def run_options(args: argparse.Namespace) -> int:
+    if args.name.endswith(".toml"):
+        print("\n".join(settings_with_help(filled_in(load_config(args.name)))))
+        return 0
     nouns = {kind.noun: kind for kind in Kind}
     if args.kind and args.kind not in nouns:
         raise UserError(f"unknown kind {args.kind!r}; known: {', '.join(nouns)}{did_you_mean(args.kind, nouns)}")

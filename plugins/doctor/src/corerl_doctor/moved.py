@@ -72,6 +72,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
             "corerl_transports, which pip install 'corerl[transports]' brings, and for `disk` `corerl_delta`"
         ),
         "the field `built` of a `PlanReady`": "`models[role].built`; the config is `models[role].hf`",
+        "the option `--help-texts` of `corerl config show`": "`corerl options run.toml`",
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the argument `lost`",
         "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",

@@ -15,7 +15,7 @@ PLUGINS = CommandSpec(
 OPTIONS = CommandSpec(
     implementation="corerl_doctor.listing:add_options",
     api=(2, 0),
-    summary="print a plugin's settings as TOML, each with its default",
+    summary="print a plugin's settings, or all of a run, as TOML with their help",
 )
 ADVICE = ExtensionSpec(
     implementation="corerl_doctor.advice:Advising",

@@ -1,0 +1,10 @@
+"""Rows of data files and directories, read by the library `datasets`."""
+
+from corerl.plugin import FormatSpec
+
+SPEC = FormatSpec(
+    implementation="corerl_data.rows:open_rows",
+    api=(2, 0),
+    summary="parquet, csv, arrow and JSON files, saved data sets, splits and subsets of directories",
+    suffixes=(".parquet", ".csv", ".arrow", ".json"),
+)
