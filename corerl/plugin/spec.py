@@ -350,6 +350,10 @@ class FormatSpec(Spec):
     # are read.
     implementation: str
     suffixes: tuple[str, ...]  # of the files that it reads, such as ".parquet"
+    # "package.module:function", called with (prompts, a checkpoint's state, seed) for rows that are not the
+    # checkpoint's, or in another order: divides them into training and held-out ones as the checkpoint did. Returns
+    # lines for the user, and how they differ so that the run cannot go on; "" if it can. Empty: there is none.
+    resumes: str = ""
 
 
 @frozen(kw_only=True)

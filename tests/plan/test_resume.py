@@ -20,7 +20,8 @@ from corerl.driver.export import export
 from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.resume import checkpoint_to_resume, require_writable, resume_data
+from corerl.plan.resume import checkpoint_to_resume, require_writable
+from corerl_data.changed import resume_data
 from tests.data.files import load, write
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
@@ -262,6 +263,15 @@ def test_other_data_are_refused_by_run_and_check(checkpoint: Path, starting: boo
         f"checkpoint.resume: the data are not the checkpoint's: {HELD_OUT}; use the same [data] and run.seed, or set "
         "data.restart=true to begin these at their first prompt, with the checkpoint's weights, optimizer and step"
     )
+
+
+def test_without_a_wheel_that_compares_rows_only_the_same_are_resumed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corerl.plan.resume.usable", lambda kind: [])
+    assert plan_with(checkpoint).first_step == 2
+    with pytest.raises(CheckpointError, match=r"not the checkpoint's, in its order .* pip install 'corerl\[data\]'"):
+        plan_with(checkpoint, held_out=20)
 
 
 OLD = [f"p{n}" for n in range(20)]
