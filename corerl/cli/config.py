@@ -29,7 +29,7 @@ def run_train(args: argparse.Namespace) -> int:
     from corerl.cluster.forks import fork_server
     from corerl.config.load import load_config
     from corerl.imports import uncollected
-    from corerl.plan.preload import preload_of
+    from corerl.plan.environment import preload_of
 
     config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
     preload = preload_of(config)

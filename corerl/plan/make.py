@@ -39,7 +39,7 @@ from corerl.plan.models import (
 )
 from corerl.plan.plan import Plan, PlanReady, Setting, ask_extensions
 from corerl.plan.processes import ProcessPlan, plan_processes
-from corerl.plan.residency import against_taking_turns, device_memory, has_bfloat16, resolve_device
+from corerl.plan.residency import against_taking_turns, has_bfloat16, resolve_device
 from corerl.plan.resolve import (
     Plugins,
     ignored_tables,
@@ -192,7 +192,6 @@ def _plan_run(
         eval_sets=eval_sets,
         start=start,
         record=record,
-        device_memory=device_memory(final.cluster) if device == "cuda" else 0,
         starting=starting,
     )
 

@@ -88,7 +88,6 @@ class PlanReady:
     eval_sets: Sequence[EvalSet]
     start: Start
     record: Mapping[str, Any]  # the config, as plain data
-    device_memory: int  # bytes of this machine's smallest GPU; 0 on CPUs, and for a cluster, whose GPUs are not known
     starting: bool  # False where the plan is only checked, or made for other sizes
 
 

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import Problem as Problem
     from corerl.plugin.spec import Process as Process
     from corerl.plugin.spec import RankMemory as RankMemory
-    from corerl.plugin.spec import Resources as Resources
     from corerl.plugin.spec import SamplerRun as SamplerRun
     from corerl.plugin.spec import SamplerSpec as SamplerSpec
     from corerl.plugin.spec import SlowPath as SlowPath

@@ -60,7 +60,7 @@ def test_what_another_extension_sets_is_counted(tmp_path: Path) -> None:
     larger = {"settings": {"train.tokens_per_micro_batch": 32768}}
     first = {"name": "tests.plan.planners:FIRST", "options": larger}
     config = on_gpus(tmp_path, model={**DATA["model"], "config": LARGE}, extensions=[first])
-    with mock.patch("corerl.plan.make.device_memory", return_value=there):
+    with mock.patch("corerl_forecast.extension.device_memory", return_value=there):
         both = make_plan(config)
     assert (settings(alone)[1], settings(both)[1]) == ("none", "full")
     chosen = [line for line in both.notices if "recompute" in line]

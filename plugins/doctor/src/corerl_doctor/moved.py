@@ -59,6 +59,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.plugin.probing:version": "corerl.plugin: version_numbers",
         "corerl.plugin.events:Worked": "corerl.plugin: CallFinished",
         "corerl.plugin.events:Shown": "corerl.plugin: SampleShown",
+        "the field `resources` of `BackendSpec` and `EngineSpec`": "not needed: each process has one device",
         "the field `mend` of `corerl.plugin.Finding`": "`fix`",
         "corerl.engines.transformers": "corerl_transformers, which pip install 'corerl[transformers]' brings",
         "corerl.observability.run_state": "corerl_observe.run_state, which pip install 'corerl[observe]' brings",
