@@ -65,11 +65,6 @@ class RoleModel:
     built: PreTrainedModel  # on meta
     layout: Layout  # the way through it
 
-    @property
-    def source(self) -> str:
-        """The setting that a problem with the model's config is about."""
-        return f"{self.table}.path" if self.settings.path else f"{self.table}.config"
-
 
 def load_configs(config: Config, roles: Iterable[str]) -> dict[str, PreTrainedConfig]:
     """The config of each role's model. Raises all problems together."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,12 +126,18 @@ def unused(directory: str, config: PreTrainedConfig) -> str:
     """A notice of tensors in a model's directory that the model lacks; "" if there are none."""
     if reads_pictures(config):
         return ""  # see `untrained`
-    whole = meta_model(config)  # with its head, which a critic does not read
-    found = model_files(directory, config).unused([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)
-    if not found:
+    if not (found := unused_names(directory, config)):
         return ""
     count = f"{len(found)} tensors" if len(found) > 1 else "a tensor"
     return f"{directory} has {count} that the model lacks, not used: {listed(found, SHOWN)}"
+
+
+def unused_names(directory: str, config: PreTrainedConfig) -> list[str]:
+    """The tensors in a model's directory that the model lacks, of which transformers would warn too."""
+    whole = meta_model(config)  # with its head, which a critic does not read
+    known = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(whole._keys_to_ignore_on_load_unexpected or ())]
+    others = model_files(directory, config).others([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)
+    return [name for name in others if not any(re.search(each, name) for each in known)]
 
 
 def untrained(
@@ -168,8 +175,8 @@ def of_model(model: RoleModel) -> Iterator[str]:
         # Of a model that reads pictures an export has them unchanged: see `untrained`.
         fields = {**model.hf.to_dict(), **model.hf.get_text_config().to_dict()}
         for name in (name for name in FURTHER if fields.get(name)):
-            line = f"{model.source}: config.json: {name}={fields[name]}: layers that predict further tokens are neither"
-            yield f"{line} trained nor exported"
+            where = f"{model.table}.path: config.json: {name}={fields[name]}"
+            yield f"{where}: layers that predict further tokens are neither trained nor exported"
     if model.trained and model.lora is not None:
         yield from without_adapters(model)
         if reads_pictures(model.hf):
