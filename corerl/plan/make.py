@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,6 @@ from corerl.plan.resolve import (
 )
 from corerl.plan.resume import Start, find_start
 from corerl.plan.settle import (
-    BY_MEMORY,
-    notices_of_choices,
     settle_adapters,
     with_absolute_paths,
     with_choices,
@@ -80,7 +78,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             answers, wanted = ask_extensions(ready, chosen, run_dir=str(plan.start.run_dir))
             new = {key: each for key, each in wanted.items() if _at(ready.config, key) != each.value}
             if not new:
-                return evolve(plan, notices=_notices(plan, ready, answers, reasons, {*chosen, *wanted}))
+                return evolve(plan, notices=_notices(plan, answers, reasons))
         except (ConfigError, Unsupported) as error:
             if not chosen:
                 raise
@@ -90,18 +88,12 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         chosen |= new
 
 
-def _notices(
-    plan: Plan, ready: PlanReady, answers: Sequence[PlanAnswer], reasons: Sequence[str], decided: Collection[str]
-) -> tuple[str, ...]:
-    """The notices of the plan, of the settings that CoreRL chose (not those that extensions have `decided`), and of the
-    extensions. Raises ConfigError if an extension refuses the plan."""
+def _notices(plan: Plan, answers: Sequence[PlanAnswer], reasons: Sequence[str]) -> tuple[str, ...]:
+    """The notices of the plan and of the extensions. Raises ConfigError if an extension refuses the plan."""
     problems = Problems()
     problems.add(*(line for each in answers for line in each.problems))
     problems.raise_all()
-    lines = [*plan.notices]
-    if ready.processes.device == "cuda":
-        lines += notices_of_choices(ready.asked, ready.config, ready.plugins, decided=decided, advice=BY_MEMORY)
-    return tuple(dict.fromkeys([*lines, *reasons, *(line for each in answers for line in each.notices)]))
+    return tuple(dict.fromkeys([*plan.notices, *reasons, *(line for each in answers for line in each.notices)]))
 
 
 def _at(config: Config, key: str) -> Any:

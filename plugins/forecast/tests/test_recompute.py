@@ -41,7 +41,7 @@ def test_on_gpus_layers_are_recomputed_where_memory_wants_it(tmp_path: Path) -> 
     needed = needed_on(80 * GIB, tmp_path)
     tight = planned_on(needed, tmp_path)
     assert settings(tight) == ("bfloat16", "full")
-    assert tight.notices[1] == "train.recompute: 'auto' is 'full' for the actor"
+    assert tight.notices[0] == "train.recompute: 'auto' is 'full' for the actor"
     assert len(predictions(tight.notices)) == len(tight.notices) - 2 == 1
     assert needed_on(needed, tmp_path) < 0.9 * needed
     unknown = planned_on(0, tmp_path)

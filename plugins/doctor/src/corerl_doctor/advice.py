@@ -29,7 +29,7 @@ from corerl.models import (
 )
 from corerl.pictures import read
 from corerl.plan import selected
-from corerl.plugin import Kind, PlanAnswer, locate
+from corerl.plugin import Capability, Kind, PlanAnswer, locate
 from corerl_doctor.installation import PIP, unmet
 from corerl_doctor.listing import Status, installed
 
@@ -83,6 +83,8 @@ def advice(plan: PlanReady) -> Iterator[str]:
         if model.settings.path:
             yield from of_files(model, read=plan.start.resume is None or model.frozen)
         yield from of_model(model)
+    if plan.processes.device == "cuda":
+        yield from of_choices(plan)
     if config.run.trains:
         yield from of_sampling(config)
         yield from of_learning(config)
@@ -209,6 +211,22 @@ def unpacked(models: Mapping[str, RoleModel]) -> list[str]:
     """A line for each reason why a role's model is not packed, though packing would be faster."""
     whys = {each.train_table: each.layout.why for each in models.values() if each.layout.why}
     return [f"{table}.layout: whole, on padded rows, because {why}" for table, why in whys.items()]
+
+
+# ---- what was chosen -------------------------------------------------------------------------------------------------
+
+
+def of_choices(plan: PlanReady) -> Iterator[str]:
+    """A line for each setting that CoreRL chose, but for what the forecast decides where it takes part."""
+    forecast = any(each.name == "forecast" for each in plan.plugins.extensions)
+    for role in plan.asked.chosen_roles:
+        table, was, now = plan.asked.train_table_of(role), plan.asked.train_of(role), plan.config.train_of(role)
+        trained = plan.asked.run.trains and not plan.plugins.is_frozen(role)
+        for name in ("precision", "recompute") if trained and not forecast else ("precision",):
+            if getattr(was, name) == "auto":
+                open_to = name == "recompute" and plan.plugins.supports(role, Capability.RECOMPUTE)
+                more = "; pip install 'corerl[forecast]' to have it chosen by the memory that training needs" * open_to
+                yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}{more}"
 
 
 # ---- learning and sampling -------------------------------------------------------------------------------------------
