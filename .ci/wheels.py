@@ -244,10 +244,25 @@ def looked_at(names: Iterable[str], sites: Mapping[str, Path]) -> dict[str, Any]
         examples[path.name] = {"ok": status == 0, "text": text, "needs": needs(path) if status == 0 else []}
     return {
         "help": said("--help")[0],
-        "plugins": json.loads(said("plugins", "--json")[1]),
+        "plugins": plugins(),
         "examples": examples,
         "imported": imported(),
     }
+
+
+def plugins() -> dict[str, list[dict[str, str]]]:
+    """Of each kind of plugins the name of each, and why it cannot be loaded; "" if it can."""
+    from corerl.errors import PluginError
+    from corerl.plugin.registry import Kind, load, scan
+
+    def fault(kind: Kind, name: str) -> str:
+        try:
+            load(kind, name)
+        except PluginError as error:
+            return str(error)
+        return ""
+
+    return {kind.value: [{"name": each.name, "fault": fault(kind, each.name)} for each in scan(kind)] for kind in Kind}
 
 
 def imported() -> list[str]:
@@ -266,7 +281,8 @@ def imported() -> list[str]:
 def needs(path: Path) -> list[str]:
     from corerl.config.load import load_config
     from corerl.errors import ConfigError
-    from corerl.plan.resolve import distributions_of
+    from corerl.plan.resolve import selected
+    from corerl.plugin.registry import locate
 
     try:
         config = load_config(path)
@@ -274,7 +290,8 @@ def needs(path: Path) -> list[str]:
         return []
     # Which transport `auto` becomes is known once processes are planned; both are of one wheel.
     chosen = [TRANSPORT] if config.run.has_engines and config.weights.transport == "auto" else []
-    return [*distributions_of(config), *chosen]
+    used = {locate(each.kind, each.name).distribution for each in selected(config) if each.used}
+    return ["corerl", *used, *chosen]
 
 
 def problems(title: str, names: Iterable[str], found: Any, needed: Mapping[str, set[str]]) -> list[str]:
@@ -282,11 +299,7 @@ def problems(title: str, names: Iterable[str], found: Any, needed: Mapping[str, 
         return [f"{title}: the process that looked has ended"]
     wrong = [f"{title}: corerl --help fails"] if found["help"] else []
     listed = [each for kind in found["plugins"].values() for each in kind]
-    wrong += [
-        f"{title}: {each['name']} is {each['status']}: {each['reason']}"
-        for each in listed
-        if each["status"] not in ("ok", "not installed")
-    ]
+    wrong += [f"{title}: {each['name']}: {each['fault']}" for each in listed if each["fault"]]
     for example, looked in found["examples"].items():
         lacks = needed[example] - set(names)
         if needed[example] and looked["ok"] != (not lacks):

@@ -242,7 +242,6 @@ def config_cases() -> SearchStrategy[Case]:
             st.builds(lambda o: ("config", "check", file, *o), more),
             st.builds(lambda o: ("config", "check", file, *o), more),
             st.builds(lambda o: ("config", "show", file, *o), more),
-            st.builds(lambda o: ("config", "show", "--help-texts", file, *o), more),
             st.builds(lambda o: ("eval", file, "--json", *o, *HERE), more),
         )
         edits = st.one_of(setting_edits(file), setting_edits(file), file_edits(file))

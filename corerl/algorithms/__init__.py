@@ -3,14 +3,11 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.algorithms.advantages import at_last_token as at_last_token
     from corerl.algorithms.advantages import broadcast as broadcast
     from corerl.algorithms.advantages import compared as compared
-    from corerl.algorithms.advantages import explained_variance as explained_variance
-    from corerl.algorithms.advantages import gae as gae
+    from corerl.algorithms.advantages import differ as differ
     from corerl.algorithms.advantages import group_advantages as group_advantages
     from corerl.algorithms.advantages import sample_rewards as sample_rewards
-    from corerl.algorithms.advantages import whiten as whiten
     from corerl.algorithms.base import ActorOnly as ActorOnly
     from corerl.algorithms.base import Advantages as Advantages
     from corerl.algorithms.base import Algorithm as Algorithm

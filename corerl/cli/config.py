@@ -10,7 +10,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="report every problem; exit status 2 if there are any")
     check.set_defaults(run=run_check)
     show = actions.add_parser("show", help="print the resolved configuration as TOML, itself a valid input")
-    show.add_argument("--help-texts", action="store_true", help="with each setting's help as a comment above it")
     show.set_defaults(run=run_show)
     for action in (check, show):
         _add_file(action)
@@ -30,7 +29,7 @@ def run_train(args: argparse.Namespace) -> int:
     from corerl.cluster.forks import fork_server
     from corerl.config.load import load_config
     from corerl.imports import uncollected
-    from corerl.plan.preload import preload_of
+    from corerl.plan.environment import preload_of
 
     config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
     preload = preload_of(config)
@@ -43,11 +42,9 @@ def run_train(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     from corerl.config.load import dump_toml, load_config
-    from corerl.config.toml_text import settings_with_help
-    from corerl.plan.resolve import resolve_tables, settle_algorithm, settle_extensions
+    from corerl.plan.resolve import filled_in
 
-    config = resolve_tables(settle_algorithm(settle_extensions(load_config(args.file, args.overrides))))
-    print("\n".join(settings_with_help(config)) + "\n" if args.help_texts else dump_toml(config), end="")
+    print(dump_toml(filled_in(load_config(args.file, args.overrides))), end="")
     return 0
 
 

@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 import corerl
-from corerl.errors import CorerlError, PluginBroken, UserError
+from corerl.errors import CorerlError, PluginBroken, PluginError, UserError
 from corerl.messages import LONGEST, LONGEST_LINE, one_line, place, printable, shorten, shorten_inside
-from corerl.plugin.registry import CORE_COMMANDS, Kind, Loaded, Status, installed, load, load_implementation
+from corerl.plugin.registry import CORE_COMMANDS, Kind, Loaded, load, load_implementation, scan
 from corerl.plugin.spec import API, CommandSpec
 
 CORE = os.path.dirname(corerl.__file__) + os.sep
@@ -37,8 +37,6 @@ COMMANDS = {  # of core
             "corerl.cli.config:add_arguments",
             "check a configuration, or show it with everything filled in",
         ),
-        ("plugins", "corerl.cli.plugins:add_arguments", "list the installed plugins of every kind and their state"),
-        ("options", "corerl.cli.plugins:add_options", "print a plugin's settings as TOML, each with its default"),
     )
 }
 assert tuple(COMMANDS) == CORE_COMMANDS
@@ -115,10 +113,14 @@ def _add_parsers(subparsers: Any, words: Sequence[str]) -> None:
     leading = words if name is None else words[: words.index(name)]
     if {"-h", "--help"} & set(leading):
         shown = {command: spec.summary for command, spec in COMMANDS.items()}
-        for each in installed(Kind.COMMANDS):
-            command = f"{each.distribution}:{each.name}" if each.status is Status.CONFLICT else each.name
-            usable = each.status in (Status.OK, Status.CONFLICT)
-            shown[command] = each.summary if usable else f"{each.status}: {each.reason}"
+        entries = scan(Kind.COMMANDS)
+        for each in entries:
+            qualified = f"{each.distribution}:{each.name}"
+            command = qualified if sum(other.name == each.name for other in entries) > 1 else each.name
+            try:
+                shown[command] = load(Kind.COMMANDS, qualified).spec.summary
+            except PluginError as error:
+                shown[command] = error.message
         for command, summary in shown.items():
             subparsers.add_parser(command, help=printable(summary).replace("%", "%%"))
     elif name is not None:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from corerl.config.schema import WeightsConfig as WeightsConfig
     from corerl.config.structuring import structure as structure
     from corerl.config.structuring import try_structure as try_structure
+    from corerl.config.toml_text import class_fields as class_fields
+    from corerl.config.toml_text import spell as spell
+    from corerl.config.toml_text import to_plain as to_plain
+    from corerl.config.toml_text import toml_key as toml_key
+    from corerl.config.toml_text import toml_value as toml_value
     from corerl.config.training import ALL_LINEAR as ALL_LINEAR
     from corerl.config.training import EXPERTS as EXPERTS
     from corerl.config.training import LoraConfig as LoraConfig

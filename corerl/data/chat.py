@@ -13,7 +13,6 @@ from corerl.messages import short_repr
 # Where half a surrogate pair may be: escaped, or raw, which `json.loads` lets pass.
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 SHOWN = 60  # characters of a value that a message shows
-IMAGE: Mapping[str, str] = {"type": "image"}  # the part of a message where a picture is, as chat templates expect it
 MARK = "<picture>"
 Messages = tuple[Mapping[str, Any], ...]
 

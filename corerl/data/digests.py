@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from corerl.errors import CheckpointError
 from corerl.types import IntArray, UIntArray
 
 
@@ -62,27 +60,7 @@ def held_out_order(digests: UIntArray, seed: int) -> IntArray:
     return np.argsort(digests ^ mask, kind="stable")
 
 
-def places(wanted: UIntArray, among: UIntArray) -> IntArray:
-    """Where each of the `wanted` is `among` the others, or -1: the k-th of equal ones at the k-th place of those."""
-    own, other = np.argsort(wanted, kind="stable"), np.argsort(among, kind="stable")
-    ordered, there = wanted[own], among[other]
-    copy = np.arange(len(wanted)) - np.searchsorted(ordered, ordered)  # its number among equal ones
-    at = np.searchsorted(there, ordered) + copy
-    found = at < np.searchsorted(there, ordered, side="right")
-    result = np.full(len(wanted), -1, dtype=np.int64)
-    result[own[found]] = other[at[found]]
-    return result
-
-
 def packed(digests: UIntArray) -> str:
     """As text for a checkpoint: 11 bytes for each, and few for numbers in a row."""
     steps = np.diff(digests, prepend=np.uint64(0)).astype("<u8")  # modulo 2**64, as the sum below
     return base64.b64encode(zlib.compress(steps.tobytes(), 1)).decode()
-
-
-def unpacked(text: str) -> UIntArray:
-    try:
-        steps = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), dtype="<u8")
-    except (ValueError, binascii.Error, zlib.error) as error:
-        raise CheckpointError(f"digests of rows cannot be read ({error}); resume from another checkpoint") from error
-    return np.cumsum(steps, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Open the files that `data.source` names: JSON lines are read here, all others and directories by `datasets`."""
+"""Open the files that `data.source` names: JSON lines are read here, all others and directories by wheels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import bisect
 import glob
 import json
 import os
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,15 @@ import numpy as np
 
 from corerl.data.chat import parse_json
 from corerl.errors import ConfigError, DataError
-from corerl.messages import did_you_mean, shorten
+from corerl.messages import shorten
+from corerl.plugin.registry import Kind, load_implementation, usable
 
-BATCH = 128  # rows that are decoded together, which may have pictures
 NEWLINE = b"\n"
 JSONL = ".jsonl"
-LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".json": "json"}  # of `datasets`
 PATHS = (
     "a .jsonl, .parquet, .csv, .arrow or .json file, a directory or a pattern of them, or a data set saved by "
     "`save_to_disk`"
 )
-TRAIN = "train"
 
 
 class Refused(Exception):
@@ -136,43 +133,6 @@ def _json(line: bytes) -> Any:
     return Refused("that are not JSON", f"not valid JSON: {why}")
 
 
-class ArrowRows(Rows):
-    """The rows of a data set of `datasets`, whose files are mapped into memory."""
-
-    columnar = True
-
-    def __init__(self, dataset: Any, name: str) -> None:
-        self._table = dataset.data.table  # undecoded: pictures stay bytes
-        self.name = name
-
-    def scan(self) -> Iterator[tuple[str, Any]]:
-        if not len(self):
-            raise DataError(f"data.source: {self.name} has no rows")
-        index = 0
-        for batch in self._table.to_batches(max_chunksize=BATCH):
-            for row in self._rows(batch):
-                yield self.where(index), row
-                index += 1
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._rows(self._table.slice(index, 1))[0]
-
-    def _rows(self, part: Any) -> list[Any]:
-        """The rows of a table or record batch; in the place of one that cannot be read, why."""
-        try:
-            return list(part.to_pylist())
-        except (ValueError, OverflowError) as error:  # text that is not UTF-8, times that Python does not have
-            if part.num_rows > 1:
-                return [self._rows(part.slice(at, 1))[0] for at in range(part.num_rows)]
-            return [Refused("that cannot be read", f"cannot be read: {error}")]
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
-
-
 # ---- what a source names ---------------------------------------------------------------------------------------------
 
 
@@ -191,111 +151,55 @@ def open_rows(
     """The rows of a source. `split` and `subset` choose among those of a directory; '' the `common` ones, if it has
     several, and else the split `train` and the default subset. `texts` are columns that stay text in a .csv file, where
     others may become numbers. Raises DataError if there is nothing to read, ConfigError for a choice that the source
-    does not have, or if `datasets` is missing."""
+    does not have, or if no wheel reads it."""
     path = Path(source)
     if os.path.isdir(path):
-        rows = _of_directory(path, split, subset, common, texts)
+        rows = _reader([""], source)(path, source, split=split, subset=subset, common=common, texts=texts)
         rows.root = os.path.abspath(source)
         return rows
-    _require_no_choice(source, split=split, subset=subset)
+    require_no_choice(source, split=split, subset=subset)
     found = glob.glob(source, recursive=True) if is_pattern(source) else []
     files = sorted(Path(each) for each in found if os.path.isfile(each)) if is_pattern(source) else [path]
     if not files:
         raise DataError(f"data.source: no file matches {source!r}; correct the pattern, or name a file or directory")
-    rows = _of_files(files, source, texts)
+    suffixes = sorted({file.suffix for file in files})
+    rows = JsonlRows(files, source) if suffixes == [JSONL] else _reader(suffixes, source)(files, source, texts=texts)
     rows.root = os.path.commonpath([file.parent.absolute() for file in files])
     return rows
 
 
-def _of_files(files: Sequence[Path], name: str, texts: Sequence[str]) -> Rows:
-    if all(file.suffix == JSONL for file in files):
-        return JsonlRows(files, name)
-    suffixes = sorted({file.suffix for file in files})
-    if len(suffixes) > 1 or suffixes[0] not in LOADERS:
-        raise DataError(
-            f"data.source: {name} has files of the formats {', '.join(suffixes)}, expected {PATHS}; convert them to "
-            "one format, such as .jsonl with one JSON object per line, or list them as separate [[data.sources]]"
-        )
-    datasets, loader = _datasets(name), LOADERS[suffixes[0]]
-    options: dict[str, Any] = {}
-    if loader == "csv":  # pandas would make numbers of answers such as 007 and 0.50, and nothing of None
-        options = {"converters": dict.fromkeys(texts, str), "keep_default_na": False, "na_values": [""]}
-    try:
-        loaded = datasets.load_dataset(loader, data_files=[str(file) for file in files], split=TRAIN, **options)
-    except Exception as error:  # of whatever reads the format
-        raise unreadable(name, error) from error
-    return ArrowRows(loaded, name)
+def known_suffixes() -> set[str]:
+    """Of files that can be read."""
+    return {JSONL, *(suffix for each in usable(Kind.FORMATS) for suffix in each.spec.suffixes)}
 
 
-def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str], texts: Sequence[str]) -> Rows:
-    name = str(path)
-    datasets = _datasets(name)
-    if (path / "refs" / "main").is_file() and (path / "snapshots").is_dir():  # of Hugging Face's cache
-        path = path / "snapshots" / (path / "refs" / "main").read_text().strip()
-    saved = [(path / file).is_file() for file in ("state.json", "dataset_dict.json")]
-    splits: Mapping[str, Any]
-    try:
-        if any(saved):
-            _require_no_choice(name, subset=subset)
-            loaded = datasets.load_from_disk(str(path))
-            if saved[0]:
-                _require_no_choice(name, split=split)
-                return ArrowRows(loaded, name)
-            splits = loaded
-        else:
-            splits = _splits(datasets, path, subset, common[1])
-    except (ConfigError, DataError):
-        raise
-    except Exception as error:  # of whatever reads a card or a file
-        raise unreadable(name, error) from error
-    if (chosen := split or common[0] or TRAIN) not in splits:
+def _reader(suffixes: Sequence[str], name: str) -> Callable[..., Rows]:
+    """What a wheel reads files of one suffix with, or a directory, whose suffix is ""."""
+    formats = usable(Kind.FORMATS)
+    for each in formats:
+        if len(suffixes) == 1 and suffixes[0] in ("", *each.spec.suffixes):
+            reader: Callable[..., Rows] = load_implementation(Kind.FORMATS, each)
+            return reader
+    if not formats:
         raise ConfigError(
-            f"data.split: {chosen!r}, but {name} has the splits {', '.join(splits)}; set it to one of them"
-            f"{did_you_mean(chosen, splits)}"
+            f"data.source: without a wheel that reads other files only {JSONL} files are read; pip install "
+            f"'corerl[data]' to read {name}"
         )
-    rows = ArrowRows(splits[chosen], name) if any(saved) else _of_files(splits[chosen], name, texts)
-    if unread := [each for each in splits if each != chosen]:
-        rows.notice = f"data.source: of {name}, the split {chosen} is read; not read: {', '.join(unread)}"
-    return rows
+    raise DataError(
+        f"data.source: {name} has files of the formats {', '.join(suffixes)}, expected {PATHS}; convert them to "
+        "one format, such as .jsonl with one JSON object per line, or list them as separate [[data.sources]]"
+    )
 
 
-def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str, Sequence[Path]]:
-    """The files of each split of a directory, as `datasets` finds them by the data set's card or by their names."""
-    subsets = datasets.get_dataset_config_names(str(path))
-    if subsets == ["default"]:
-        _require_no_choice(str(path), subset=subset)
-    else:
-        subset = subset or common or datasets.get_dataset_default_config_name(str(path)) or ""
-        if subset not in subsets:
-            raise ConfigError(
-                f"data.subset: {subset!r}, but {path} has the subsets {', '.join(subsets)}; set it to one of them"
-                f"{did_you_mean(subset, subsets)}"
-            )
-    builder = datasets.load_dataset_builder(str(path), subset or None)
-    return {
-        str(name): [Path(os.path.abspath(file)) for file in files] for name, files in builder.config.data_files.items()
-    }
-
-
-def _require_no_choice(source: str, **choices: str) -> None:
+def require_no_choice(source: str, **choices: str) -> None:
+    """Raise ConfigError if a split or a subset is chosen of a source that has none."""
     for name, chosen in choices.items():
         if chosen:
             raise ConfigError(f"data.{name}: {chosen!r}, but {source} has no {name}s; remove it")
 
 
-def _datasets(source: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"data.source: reading {source} requires `datasets`, which is not installed; pip install 'corerl[data]'"
-        ) from error
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    return datasets
-
-
 def unreadable(source: str | Path, error: Exception) -> DataError:
+    """The error for files that raised this one."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else " ".join(str(cause).split())
     return DataError(f"data.source: cannot read {source}: {shorten(str(reason), 300)}; expected {PATHS}")

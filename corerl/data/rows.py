@@ -20,12 +20,13 @@ from corerl.config.schema import DataConfig, DataSource
 from corerl.data import media
 from corerl.data.chat import Messages, parsed, read_messages, read_tools, readable, without_nulls
 from corerl.data.digests import digest, digest_of_question, held_out_order
-from corerl.data.files import BATCH, JSONL, LOADERS, PATHS, Refused, Rows, is_pattern, open_rows
+from corerl.data.files import PATHS, Refused, Rows, is_pattern, known_suffixes, open_rows
 from corerl.data.prompts import MixedPrompts, Prompt, PromptSource, SortDigits, split
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, did_you_mean_path, short_repr
 from corerl.pictures import FoundPicture, PictureReader
 
+BATCH = 128  # rows between two looks at the clock
 EVERY = 10.0  # seconds between two lines about how many rows are read, and before the first
 SHOWN = 60  # characters of a value in a message
 OPTIONS = "chat_template_kwargs"  # the field with a row's own arguments of the chat template
@@ -272,7 +273,7 @@ def require_source(source: str, *, setting: str = "data.source") -> None:
     of it is read."""
     if source in GENERATED or is_pattern(source):
         return
-    if not source or (not os.path.exists(source) and Path(source).suffix not in (JSONL, *LOADERS)):
+    if not source or (not os.path.exists(source) and Path(source).suffix not in known_suffixes()):
         near = did_you_mean(source, GENERATED) or did_you_mean_path(source)
         known = f"{', '.join(GENERATED)}, or the path of {PATHS}"
         raise ConfigError(f"{setting}: unknown source {source!r}; known: {known}{near}")

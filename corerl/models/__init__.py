@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from corerl.models.config import reads_pictures as reads_pictures
     from corerl.models.files import Described as Described
     from corerl.models.files import initial_source as initial_source
+    from corerl.models.files import kept_files as kept_files
     from corerl.models.files import meta_model as meta_model
+    from corerl.models.files import model_files as model_files
     from corerl.models.files import shapes_of_tower as shapes_of_tower
     from corerl.models.layouts import Policy as Policy
     from corerl.models.layouts import WholePolicy as WholePolicy

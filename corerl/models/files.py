@@ -66,11 +66,6 @@ class ModelFiles(SafetensorsSource):
         copies = [f"{re.escape(name)}$" for name in ties(model)]  # equal to what they are tied to
         return sorted(name for name in self.names - taken if not any(re.search(copy, name) for copy in copies))
 
-    def unused(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
-        """The subset of `others` that transformers would warn of too."""
-        known = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
-        return [name for name in self.others(names, model) if not any(re.search(each, name) for each in known)]
-
 
 def model_files(directory: str | Path, config: PreTrainedConfig) -> ModelFiles:
     """The files to load a model of `config` from. Raises ModelError if they have a tensor of its own where the model

@@ -28,17 +28,6 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
-# Fields of that file with which `generate` samples other tokens, while engines sample as [rollout] says -> the value
-# that is as good as none, besides 0, null and an empty one.
-SHAPING: Mapping[str, float | None] = {
-    **dict.fromkeys(("temperature", "top_p", "typical_p", "guidance_scale", "num_beams"), 1),
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1),
-    **dict.fromkeys(("top_k", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "dola_layers")),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty")),
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "stop_strings")),
-    **dict.fromkeys(("constraints", "watermarking_config")),
-}
 LARGEST = 2**31  # no token id is as large
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
@@ -153,21 +142,6 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
             raise ModelError(f"model.config.eos_token_id: expected a token id or a list of them: {error}") from error
     # Old configs write -1 for none.
     return list(dict.fromkeys(token for token in named if token is not None and token >= 0))
-
-
-def ignored_sampling(model: ModelConfig, sampling: Mapping[str, float]) -> str:
-    """A notice of what the model's generation_config.json says of sampling that differs from `sampling`, a run's values
-    of temperature, top_p and top_k; "" if nothing does. `end_tokens` must have read the file."""
-    file = Path(model.path) / GENERATION
-    fields = json.loads(file.read_bytes()) if model.path and file.is_file() else {}
-    found = [
-        f"{name}={short_repr(value)}"
-        for name, neutral in SHAPING.items()
-        if (value := fields.get(name)) and value not in (neutral, sampling.get(name))
-    ]
-    if not found:
-        return ""
-    return f"model.path: {GENERATION} has {', '.join(found)}, which is ignored: sampling follows [rollout]"
 
 
 def _require_loadable(fields: Mapping[str, Any], file: Path) -> None:

@@ -9,22 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from attrs import frozen
-
-from corerl.plugin.events import Idle
+from corerl.plugin.events import Idle, Span
 
 RANKS = "ranks"
 SCORING = "scoring"  # the span in which rewards are computed
 # Phases of the driver in which ranks work, and those in which engines get their weights or change their memory.
 OF_RANKS = frozenset({"compare", "forward", "train", "update_weights", "sleep", "wake_up", "save"})
 OF_WEIGHTS = frozenset({"update_weights", "hold", "sleep", "wake_up", "replace"})
-
-
-@frozen
-class Span:
-    name: str
-    began: float  # of the clock of whoever has noted it
-    ended: float
 
 
 class Spans:
@@ -46,14 +37,14 @@ class Spans:
         finally:
             with self._changing:
                 name, began = self._open.pop(number)
-                self._ended.append(Span(name, began, self.clock()))
+                self._ended.append(Span(name=name, started=began, ended=self.clock()))
 
     def take(self) -> list[Span]:
         """Those that have ended since the last call, and those that go on, as if they ended now."""
         with self._changing:
             now, ended = self.clock(), self._ended
             self._ended = []
-            return [*ended, *(Span(name, began, now) for name, began in self._open.values())]
+            return [*ended, *(Span(name=name, started=began, ended=now) for name, began in self._open.values())]
 
 
 class Phases:
@@ -99,7 +90,7 @@ def idle(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence
     """
     changes = [(began, 0, ""), (ended, 0, "")]
     for span in spans:
-        low, high = max(span.began, began), min(span.ended, ended)
+        low, high = max(span.started, began), min(span.ended, ended)
         if low < high:
             changes += [(low, 1, span.name), (high, -1, span.name)]
     found: list[Idle] = []

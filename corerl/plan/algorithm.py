@@ -16,7 +16,6 @@ from corerl.algorithms.base import (
     Objective,
     Postprocess,
 )
-from corerl.algorithms.kl import DIFFERENTIATED
 from corerl.algorithms.registry import policy_loss, users_estimate, users_postprocess
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, SideRoleChoice, TrainConfig
 from corerl.errors import ContractError, PluginBroken
@@ -163,34 +162,6 @@ def _trained_in_vain(role: str, frozen: SideRoleChoice) -> Iterator[str]:
                 yield f"roles.{role}.train.{each.name}: set, but the {role} is never trained; remove it"
     if frozen.lora is not None:
         yield f"roles.{role}.lora: set, but the {role} is never trained; remove it"
-
-
-# What the KL penalty's gradient is that of, by `kl_in` and `kl_estimator`, where it is not KL(policy || reference).
-OTHER_GRADIENTS = {
-    ("loss", DIFFERENTIATED): "KL(reference || policy), and after the first optimizer step on a batch of neither",
-    ("reward", "k2"): "the mean of k2 - KL(policy || reference), which can lead away from the reference",
-    ("reward", "k3"): "KL(policy || reference) - KL(reference || policy), which can lead away from the reference",
-}
-
-
-def notices_of_learning(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """A line if the gradient of a run that trains may not be the one that is meant."""
-    gradient = OTHER_GRADIENTS.get((algorithm.kl_in, algorithm.kl_estimator or ""))
-    if gradient is not None and algorithm.kl_coef:
-        setting = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} with algorithm.kl_in={algorithm.kl_in!r}"
-        yield f"{setting}: the penalty's gradient is that of {gradient}; remove it for that of KL(policy || reference)"
-
-
-def notices_of_sampling(config: Config) -> Iterator[str]:
-    """A line if the policy is trained on tokens that are sampled from fewer than its log-probs are of."""
-    rollout = config.rollout
-    cuts = {"top_p": rollout.top_p if rollout.top_p < 1 else None, "top_k": rollout.top_k or None}
-    if config.run.trains and (given := [f"rollout.{name}={value:g}" for name, value in cuts.items() if value]):
-        yield (
-            f"{' and '.join(given)}: only the likeliest tokens are sampled, but log-probs are of all tokens, in "
-            "engines and trainer alike; this biases the gradient, which no ratio shows and no correction undoes; leave "
-            f"{'it' if len(given) == 1 else 'them'} out to sample from the policy that is trained"
-        )
 
 
 def check_algorithm(config: Config, loaded: Loaded) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 from attrs import evolve, fields, frozen
 from transformers import PreTrainedTokenizerBase
 
@@ -27,8 +25,8 @@ from corerl.data.rows import load_prompts
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
-from corerl.models.tokenizer import end_tokens, ignored_sampling
-from corerl.pictures import PictureReader, read
+from corerl.models.tokenizer import end_tokens
+from corerl.pictures import PictureReader
 from corerl.plan.check import Problems
 from corerl.plan.resolve import Plugins, check_spec
 from corerl.plugin.pictures import reader_class
@@ -41,7 +39,6 @@ from corerl.rollout.rewards import Reward, require_part, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
 from corerl.rollout.scored import ScoredRollout
 
-MEASURED = 8  # pictures that a run reads to say how many tokens one takes
 MakeSampler = Callable[[SamplerContext], Sampler]
 
 
@@ -278,50 +275,3 @@ def _check_set(config: Config, table: str, eval_set: EvalSet, rollout: RolloutPl
     check = _prompt_check(rollout, config, longest=max(0, context - tokens) if context else UNLIMITED, limit=limit)
     check_first(eval_set.source, check, seed=rollout.seed)
     yield from eval_set.source.notices[known:]
-
-
-# ---- notices ---------------------------------------------------------------------------------------------------------
-
-
-def notices_of_data(
-    config: Config, rollout: RolloutPlan, eval_sets: Sequence[EvalSet], about_sets: Sequence[str]
-) -> Iterator[str]:
-    """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
-    if not config.run.has_engines:
-        return
-    yield from rollout.prompts.notices
-    yield from about_sets
-    if rollout.pictures is not None:
-        yield tokens_of_pictures(rollout.prompts, rollout.pictures)
-    yield from held_out_and_trained_on(rollout.prompts, eval_sets)
-    sampling = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
-    if ignored := ignored_sampling(config.model, sampling):
-        yield ignored
-
-
-def tokens_of_pictures(prompts: PromptSource, reader: PictureReader) -> str:
-    """A line about how long pictures are for the model, by those of the prompts that are checked."""
-    first = prompts.checked.values()
-    found = itertools.chain.from_iterable(prompt.pictures for prompt in first)
-    pictures = [read(each) for each in itertools.islice(found, MEASURED)]
-    if not pictures:
-        return f"model.pictures: none of the first {len(first)} prompts has a picture"
-    tokens = [len(reader.expand(picture)) for picture in pictures]
-    width, height = pictures[int(np.argmax(tokens))].size
-    least, most = min(tokens), max(tokens)
-    takes = str(most) if least == most else f"{least} to {most}"
-    return (
-        f"model.pictures: of the first {len(pictures)} pictures each takes {takes} tokens of a prompt; the model sees "
-        f"the largest at {width}x{height}"
-    )
-
-
-def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> Iterator[str]:
-    """A line if copies of held-out rows are not trained on, and one for each set with prompts of training rows."""
-    if prompts.copies:
-        yield f"data.held_out: {prompts.copies} copies of held-out rows are not trained on"
-    for each in eval_sets:
-        asked = each.source.asked[each.source.held_out]
-        if both := int(np.isin(asked, prompts.asked[prompts.train]).sum()):
-            where = f"eval.sets: {each.name!r}" if each.name else "data.held_out"
-            yield f"{where}: {both} of {len(asked)} held-out prompts are prompts of training rows too"

@@ -1,15 +1,19 @@
-"""The environment of a run's processes: what all of them get, and what the user and a plugin want. Importing this
-loads no torch."""
+"""The environment of a run's processes: what all of them get, what the user and a plugin want, and what ranks and
+engines import. Importing this loads no torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
+from attrs import field, frozen
+
 from corerl.config.options import GLOO_INTERFACE
-from corerl.config.schema import ClusterConfig
-from corerl.errors import ConfigError
-from corerl.plugin.registry import Loaded
+from corerl.config.schema import ClusterConfig, Config
+from corerl.errors import ConfigError, CorerlError
+from corerl.plan.check import require_no_code_of_a_model
+from corerl.plan.resolve import selected
+from corerl.plugin.registry import Kind, Loaded, load
 
 
 def process_environment(cluster: ClusterConfig, *, device: str, transport: Loaded | None) -> dict[str, str]:
@@ -49,3 +53,35 @@ def environment_of(
                 "choose one of them"
             )
     return merged
+
+
+# ---- what processes import, known before a run's plan is made --------------------------------------------------------
+
+
+# Of ranks and engines, and what Ray's workers import of other libraries: Ray itself takes no fork.
+PROCESSES = ("corerl.trainer.worker", "corerl.engines.service", "jsonschema", "requests")
+
+
+@frozen(kw_only=True)
+class Preload:
+    """What a process that others are forked from imports, and with which variables."""
+
+    modules: tuple[str, ...] = ()  # none where processes cannot be forked
+    environment: Mapping[str, str] = field(factory=dict, repr=False)  # may hold secrets
+
+
+def preload_of(config: Config) -> Preload:
+    """For `corerl.cluster.forks.fork_server`. Ranks and engines are forked on CPUs alone, as libraries of GPUs are not
+    made for that, and by a Ray of the run's own. Those of a plugin that wants variables of its own start as usual."""
+    cluster = config.cluster
+    if cluster.address or cluster.device != "cpu":
+        return Preload()
+    try:
+        require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
+        common = process_environment(cluster, device=cluster.device, transport=None)
+        environment = environment_of("", {}, cluster=cluster, common=common)
+        used = [each for each in selected(config) if each.used and each.kind in (Kind.BACKENDS, Kind.ENGINES)]
+        plugins = [load(each.kind, each.name).spec.implementation.partition(":")[0] for each in used]
+    except (CorerlError, KeyError):  # the plan says all that is wrong
+        return Preload()
+    return Preload(modules=(*PROCESSES, *plugins), environment=environment)

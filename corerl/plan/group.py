@@ -19,12 +19,12 @@ from corerl.errors import ConfigError
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.check import Problems, contradictions_of_a_group
 from corerl.plan.make import resolve_config
-from corerl.plan.models import build_models, check_files, load_configs, longest_sample, notices_of, unpacked
+from corerl.plan.models import build_models, check_files, load_configs, longest_sample
 from corerl.plan.plan import GroupPlan
 from corerl.plan.processes import plan_processes
 from corerl.plan.residency import has_bfloat16, resolve_device
 from corerl.plan.resolve import ROLES, ignored_tables
-from corerl.plan.settle import notices_of_choices, with_absolute_paths, with_choices
+from corerl.plan.settle import with_absolute_paths, with_choices
 
 
 def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | None = None) -> GroupPlan:
@@ -38,13 +38,12 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
         raise ConfigError(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
     config, plugins = resolve_config(config, contradictions_of_a_group)
     device = resolve_device(config.cluster.device, address=config.cluster.address)
-    absolute = with_absolute_paths(config)
-    config = with_choices(absolute, plugins, device, bfloat16=has_bfloat16(config.cluster, device))
+    config = with_choices(with_absolute_paths(config), plugins, device, bfloat16=has_bfloat16(config.cluster, device))
     configs = load_configs(config, [role])
     models = build_models(config, plugins, configs)
     checkpoint = _checkpoint_of(resume, role, frozen=plugins.is_frozen(role))
     problems = Problems()
-    about_files = list(check_files(models[role], checkpoint, setting="resume", refers=False, problems=problems))
+    check_files(models[role], checkpoint, setting="resume", refers=False, problems=problems)
     problems.raise_all()
     context = longest_sample(config, configs[role])
     processes = plan_processes(
@@ -64,13 +63,7 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
         weights=config.weights,
         rollout=config.rollout,
         context_length=context,
-        notices=(
-            *ignored_tables(config),
-            *about_files,
-            *notices_of(models[role]),
-            *unpacked(models),
-            *(notices_of_choices(absolute, config, plugins) if device == "cuda" else ()),
-        ),
+        notices=tuple(ignored_tables(config)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from corerl.errors import ConfigError, Unsupported
 from corerl.plan.algorithm import (
     against_algorithm,
     check_algorithm,
-    notices_of_learning,
-    notices_of_sampling,
     plan_algorithm,
 )
 from corerl.plan.check import Problems, contradictions, require_even, require_no_code_of_a_model
@@ -25,7 +23,6 @@ from corerl.plan.data import (
     RolloutPlan,
     load_eval_sets,
     names_prompts,
-    notices_of_data,
     plan_rollout,
     with_prompt_check,
 )
@@ -38,35 +35,29 @@ from corerl.plan.models import (
     load_configs,
     load_tokens,
     longest_sample,
-    notices_of,
     require_weights,
-    unpacked,
 )
 from corerl.plan.plan import Plan, PlanReady, Setting, ask_extensions
 from corerl.plan.processes import ProcessPlan, plan_processes
-from corerl.plan.residency import against_taking_turns, device_memory, has_bfloat16, resolve_device
+from corerl.plan.residency import against_taking_turns, has_bfloat16, resolve_device
 from corerl.plan.resolve import (
     Plugins,
-    absent_extensions,
-    distributions_of,
     ignored_tables,
     plugins_of,
     resolve_tables,
     settle_algorithm,
     settle_extensions,
     settle_reward,
+    unshown,
     with_extensions,
 )
-from corerl.plan.resume import Start, changed_settings, find_start
+from corerl.plan.resume import Start, find_start
 from corerl.plan.settle import (
-    BY_MEMORY,
-    notices_of_choices,
     settle_adapters,
     with_absolute_paths,
     with_choices,
     with_vocabulary,
 )
-from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR, PlanAnswer
 
 
@@ -87,7 +78,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             answers, wanted = ask_extensions(ready, chosen, run_dir=str(plan.start.run_dir))
             new = {key: each for key, each in wanted.items() if _at(ready.config, key) != each.value}
             if not new:
-                return evolve(plan, notices=_notices(plan, ready, answers, reasons, {*chosen, *wanted}))
+                return evolve(plan, notices=_notices(plan, answers, reasons))
         except (ConfigError, Unsupported) as error:
             if not chosen:
                 raise
@@ -97,18 +88,12 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         chosen |= new
 
 
-def _notices(
-    plan: Plan, ready: PlanReady, answers: Sequence[PlanAnswer], reasons: Sequence[str], decided: Collection[str]
-) -> tuple[str, ...]:
-    """The notices of the plan, of the settings that CoreRL chose (not those that extensions have `decided`), and of the
-    extensions. Raises ConfigError if an extension refuses the plan."""
+def _notices(plan: Plan, answers: Sequence[PlanAnswer], reasons: Sequence[str]) -> tuple[str, ...]:
+    """The notices of the plan and of the extensions. Raises ConfigError if an extension refuses the plan."""
     problems = Problems()
     problems.add(*(line for each in answers for line in each.problems))
     problems.raise_all()
-    lines = [*plan.notices]
-    if ready.processes.device == "cuda":
-        lines += notices_of_choices(ready.asked, ready.config, ready.plugins, decided=decided, advice=BY_MEMORY)
-    return tuple(dict.fromkeys([*lines, *reasons, *(line for each in answers for line in each.notices)]))
+    return tuple(dict.fromkeys([*plan.notices, *reasons, *(line for each in answers for line in each.notices)]))
 
 
 def _at(config: Config, key: str) -> Any:
@@ -152,7 +137,7 @@ def _plan_run(
     # Only now, because a resumed run holds out what its checkpoint did.
     with problems.stage():
         eval_sets, about_sets = load_eval_sets(resolved, rollout)
-    about_files = list(_check_files(absolute, models, start, problems))
+    _check_files(absolute, models, start, problems)
     problems.raise_all()
 
     final = with_choices(absolute, plugins, device, bfloat16=has_bfloat16(absolute.cluster, device))
@@ -170,7 +155,7 @@ def _plan_run(
     rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
     record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[: len(extended.chosen_extensions)])))
-    about_data = [*start.data, *notices_of_data(final, rollout, eval_sets, about_sets), *about_files]
+    about_data = [*start.data, *(rollout.prompts.notices if final.run.has_engines else ()), *about_sets]
     plan = Plan(
         title=_title(final, processes, rollout, plugins),
         run=final.run,
@@ -186,7 +171,7 @@ def _plan_run(
         extensions=final.chosen_extensions,
         given=given,
         record=record,
-        notices=tuple(_notices_of_run(final, start, record, models, about_data)),
+        notices=(*ignored_tables(final), *unshown(), *about_data),
     )
     return plan, PlanReady(
         config=final,
@@ -194,9 +179,11 @@ def _plan_run(
         algorithm=algorithm,
         plugins=plugins,
         processes=processes,
-        models=configs,
-        built={role: each.built for role, each in models.items()},
-        device_memory=device_memory(final.cluster) if device == "cuda" else 0,
+        models=models,
+        rollout=rollout,
+        eval_sets=eval_sets,
+        start=start,
+        record=record,
         starting=starting,
     )
 
@@ -210,33 +197,11 @@ def _require_even_batches(config: Config, plugins: Plugins, processes: ProcessPl
     problems.raise_all()
 
 
-def _notices_of_run(
-    config: Config,
-    start: Start,
-    record: Mapping[str, Any],
-    models: Mapping[str, RoleModel],
-    about_data: Sequence[str],
-) -> Iterator[str]:
-    """What users should know about a run of this config, whose record is `record`."""
-    if start.state and config.run.trains:
-        yield from changed_settings(start.state["config"], record)
-    yield from ignored_tables(config)
-    yield from absent_extensions(config)
-    yield from about_data
-    for model in models.values():
-        yield from notices_of(model)
-    yield from notices_of_sampling(config)
-    if config.run.trains:
-        yield from notices_of_learning(config.algorithm)
-        yield from unpacked(models)
-
-
 def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
     """The plugins of a config, and the config with what it leaves to them filled in, and with their options as they
     read them. Raises all problems together: of options, and what is `against` the settings."""
     require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
     plugins = plugins_of(config)
-    require_met(distributions_of(config))
     problems = Problems()
     config = settle_reward(settle_adapters(settle_algorithm(config), problems), plugins.sampler)
     problems.add(*against(config), *against_algorithm(config, plugins))
@@ -246,20 +211,19 @@ def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tu
     return config, plugins
 
 
-def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, problems: Problems) -> Iterator[str]:
-    """Notices about the files that a run starts from."""
+def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, problems: Problems) -> None:
+    """Check the files that a run starts from."""
     algorithm = config.algorithm
     # A resume still reads the KL reference from the model's files, if that is a snapshot.
     refers = bool(algorithm.kl_coef) and config.roles.reference is None
     refers = refers and not algorithm.reference and not algorithm.reference_every
     for role, model in models.items():
         part = start.resume / role if start.resume else None
-        yield from check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
+        check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
     if algorithm.reference and config.run.trains:
         with problems.stage("algorithm.reference"):
             actor = models[ACTOR]
-            if unused := require_weights(algorithm.reference, actor.built, actor.hf, needs=AS_ACTOR):
-                yield f"algorithm.reference: {unused}"
+            require_weights(algorithm.reference, actor.built, actor.hf, needs=AS_ACTOR)
 
 
 def _title(config: Config, processes: ProcessPlan, rollout: RolloutPlan, plugins: Plugins) -> str:

@@ -4,8 +4,6 @@ their weights; and what a config asks for that training does otherwise."""
 from __future__ import annotations
 
 import inspect
-import itertools
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,16 +14,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from corerl.checkpoint.format import WEIGHTS, unusable
 from corerl.checkpoint.reader import CheckpointSource
-from corerl.config.schema import EXPERTS, Config, LoraConfig, ModelConfig, TrainConfig
+from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.kinds import experts_of
 from corerl.messages import listed
 from corerl.models.attention import carries_state
 from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
-from corerl.models.config import class_name, context_length, hf_config, reads_pictures
-from corerl.models.files import kept_files, meta_model, model_files, shapes_of_tower
-from corerl.models.layouts import Layout, choose_layout, position_limit, unread_parameters
-from corerl.models.lora import PeftFiles, targets_in
+from corerl.models.config import context_length, hf_config, reads_pictures
+from corerl.models.files import meta_model, model_files, shapes_of_tower
+from corerl.models.layouts import Layout, choose_layout, position_limit
+from corerl.models.lora import PeftFiles
 from corerl.models.names import hf_boxes, peft_names, shapes_of
 from corerl.models.parts import parts_of
 from corerl.models.readers import SafetensorsSource
@@ -36,8 +34,6 @@ from corerl.plan.resolve import Plugins
 from corerl.plugin.spec import ACTOR
 from corerl.weights.adapters import is_adapter
 
-# Fields that count layers of a checkpoint which predict tokens after the next one, and which transformers never builds.
-FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 GIB = 2**30
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 SHOWN = 8  # names in one line
@@ -68,11 +64,6 @@ class RoleModel:
     hf: PreTrainedConfig
     built: PreTrainedModel  # on meta
     layout: Layout  # the way through it
-
-    @property
-    def source(self) -> str:
-        """The setting that a problem with the model's config is about."""
-        return f"{self.table}.path" if self.settings.path else f"{self.table}.config"
 
 
 def load_configs(config: Config, roles: Iterable[str]) -> dict[str, PreTrainedConfig]:
@@ -168,12 +159,9 @@ def check_adapters(model: RoleModel, problems: Problems) -> None:
                 require_adapters(Path(model.lora.path), adapted)
 
 
-def check_files(
-    model: RoleModel, part: Path | None, *, setting: str, refers: bool, problems: Problems
-) -> Iterator[str]:
+def check_files(model: RoleModel, part: Path | None, *, setting: str, refers: bool, problems: Problems) -> None:
     """Check that the files which the role starts from hold its model: those of `part`, its directory in a checkpoint
-    that `setting` names, and the model's. `refers`: the KL reference is read from the latter in any case. Yields
-    notices about what else they hold."""
+    that `setting` names, and the model's. `refers`: the KL reference is read from the latter in any case."""
     path, where = model.settings.path, f"{model.table}.path"
     if part and not model.frozen:
         with problems.stage(setting):
@@ -183,13 +171,9 @@ def check_files(
             require_same_tensors(part, model.role, shapes)
     read = path and (not part or refers or model.frozen or model.lora is not None)
     with problems.stage(where):
+        if read:
+            require_weights(path, model.built, model.hf)
         shows = bool(model.settings.pictures) and reads_pictures(model.hf)
-        if path and not model.frozen and not trains_tower(model.settings, model.hf):
-            why = f"with {model.table}.tower='frozen'" if shows else "as the run reads text alone"
-            if kept := untrained(path, model.hf, model.built, why=why):
-                yield f"{where}: {kept}"
-        if read and (unused := require_weights(path, model.built, model.hf)):
-            yield f"{where}: {unused}"
         # A frozen tower is in no checkpoint.
         if path and shows and (read or not trains_tower(model.settings, model.hf)):
             shapes, cure = shapes_of_tower(model.hf), "use the original model, not a quantized one"
@@ -300,50 +284,12 @@ def require_same_tensors(directory: Path, role: str, shapes: Mapping[str, tuple[
             )
 
 
-def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedConfig, *, needs: str = OWN) -> str:
-    """Raise ModelError if a model directory's files are damaged, or do not hold the model of `config`. Returns a notice
-    of tensors that are not used; "" if all are."""
-    files = model_files(directory, config)
-    shapes = shapes_of(model)
+def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedConfig, *, needs: str = OWN) -> None:
+    """Raise ModelError if a model directory's files are damaged, or do not hold the model of `config`."""
+    files, shapes = model_files(directory, config), shapes_of(model)
     if VALUE_HEAD_WEIGHT in shapes and files.shape(VALUE_HEAD_WEIGHT) is None:
         del shapes[VALUE_HEAD_WEIGHT]  # it then comes from the run's seed
     require_tensors(files, shapes, needs=needs, cure="use the original model, not a quantized one")
-    if reads_pictures(config):
-        return ""  # see `untrained`
-    whole = meta_model(config)  # with its head, which a critic does not read
-    unused = files.unused([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)
-    if not unused:
-        return ""
-    count = f"{len(unused)} tensors" if len(unused) > 1 else "a tensor"
-    return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
-
-
-def untrained(
-    directory: str, config: PreTrainedConfig, model: PreTrainedModel, *, why: str = "as the run reads text alone"
-) -> str:
-    """A notice of the weights in a directory that a run does not train, and `why`: of a model that reads pictures those
-    that are left out of `model`, the role's on meta; of others those that no pass over text reads. "" if there are
-    none."""
-    if reads_pictures(config):
-        files, names = kept_files(directory, config)
-        kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(meta_model(config))
-    else:
-        trained = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        kept = {name: trained.pop(name) for name in unread_parameters(model)}
-    if not kept:
-        return ""
-    sizes, others = (sum(map(math.prod, each.values())) for each in (trained, kept))
-    inside = {start for name in trained for start in _prefixes(name)}
-    parts = {next(start for start in _prefixes(name) if start not in inside) for name in kept}
-    return (
-        f"{len(kept)} tensors ({others / (sizes + others):.1%} of the weights) are not trained, {why}, and an export "
-        f"has them unchanged: {listed(sorted(parts), SHOWN)}"
-    )
-
-
-def _prefixes(name: str) -> list[str]:
-    """The names of a tensor and of the modules around it, the outermost first."""
-    return list(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
 # ---- what training does otherwise ------------------------------------------------------------------------------------
@@ -387,46 +333,3 @@ def against_replay(config: Config, hf: PreTrainedConfig) -> Iterator[str]:
     replay = config.algorithm.routing_replay
     if replay != "none" and experts_of(hf.to_dict()) <= 1:
         yield f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'"
-
-
-def notices_of(model: RoleModel) -> Iterator[str]:
-    """Lines about a trained model: layers of its checkpoint that are left out, weights without adapters, and adapters
-    that other classes lack."""
-    if model.trained and not model.critic and model.settings.path and not reads_pictures(model.hf):
-        # Of a model that reads pictures an export has them unchanged: see `untrained`.
-        fields = {**model.hf.to_dict(), **model.hf.get_text_config().to_dict()}
-        for name in (name for name in FURTHER if fields.get(name)):
-            line = f"{model.source}: config.json: {name}={fields[name]}: layers that predict further tokens are neither"
-            yield f"{line} trained nor exported"
-    if model.trained and model.lora is not None:
-        yield from without_adapters(model)
-        if reads_pictures(model.hf):
-            yield (
-                f"{model.lora_table}: adapters are named for the modules of {class_name(model.hf)}, the class of the "
-                "checkpoint; load them onto a model of AutoModelForImageTextToText"
-            )
-
-
-def without_adapters(model: RoleModel) -> Iterator[str]:
-    """A line if a model with adapters has experts in fused tensors that get none."""
-    count = experts_of(model.hf.get_text_config().to_dict())
-    parameters = dict(model.built.named_parameters())
-    fused = {name: param for name, param in parameters.items() if param.dim() == 3 and len(param) == count}
-    if model.lora is None or not fused:
-        return
-    adapted = {id(param) for module in targets_in(model.built, model.lora).values() for param in module.parameters()}
-    left_out = [name for name, param in fused.items() if id(param) not in adapted]
-    if left_out:
-        covered = sum(param.numel() for param in parameters.values() if id(param) in adapted and param.dim() > 1)
-        share = covered / sum(param.numel() for param in parameters.values())
-        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in left_out))
-        yield (
-            f"{model.lora_table}: adapters cover {share:.2%} of the weights: {len(left_out)} fused tensors of experts "
-            f"({names}) get none; the target {EXPERTS!r} may give them adapters (docs/lora.md)"
-        )
-
-
-def unpacked(models: Mapping[str, RoleModel]) -> list[str]:
-    """A line for each reason why a role's model is not packed, though packing would be faster."""
-    whys = {each.train_table: each.layout.why for each in models.values() if each.layout.why}
-    return [f"{table}.layout: whole, on padded rows, because {why}" for table, why in whys.items()]

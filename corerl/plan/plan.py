@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import (
     CheckpointConfig,
@@ -23,6 +22,7 @@ from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, ContractError
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.data import RolloutPlan
+from corerl.plan.models import RoleModel
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import Plugins
 from corerl.plan.resume import Start
@@ -83,9 +83,11 @@ class PlanReady:
     algorithm: AlgorithmPlan  # what each role is trained with, and what is passed through it without training
     plugins: Plugins  # with their specs
     processes: ProcessPlan  # the device, cpu or cuda; each role's ranks, with its backend; engines; their placement
-    models: Mapping[str, PreTrainedConfig]  # by role
-    built: Mapping[str, PreTrainedModel]  # by role, on meta; not to be changed, as others see it too
-    device_memory: int  # bytes of this machine's smallest GPU; 0 on CPUs, and for a cluster, whose GPUs are not known
+    models: Mapping[str, RoleModel]  # by role, built on meta; not to be changed, as others see them too
+    rollout: RolloutPlan
+    eval_sets: Sequence[EvalSet]
+    start: Start
+    record: Mapping[str, Any]  # the config, as plain data
     starting: bool  # False where the plan is only checked, or made for other sizes
 
 

@@ -109,10 +109,8 @@ def plan_processes(
             )
     problems.raise_all()
     engine_plan: EnginePlan | None = None
-    resources = [plan.resources for plan in roles.values()]
     if config.run.has_engines:
         engine_plan = plan_engines(config, plugins, engines, common, context_length=context_length, run_dir=run_dir)
-        resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return ProcessPlan(
         device=device,
         separate_adapters=separate_adapters(config),
@@ -123,8 +121,7 @@ def plan_processes(
             groups,
             own_devices=own,
             widths=widths,
-            cpus=max(each.cpus for each in resources),
-            gpus=max(each.gpus for each in resources),
+            gpus=1.0 if device == "cuda" else 0.0,
             resources=config.cluster.resources,
         ),
         transport=config.weights.transport,

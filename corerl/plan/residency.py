@@ -104,13 +104,6 @@ def has_bfloat16(cluster: ClusterConfig, device: str) -> bool:
     return all(torch.cuda.get_device_capability(index) >= AMPERE for index in range(torch.cuda.device_count()))
 
 
-def device_memory(cluster: ClusterConfig) -> int:
-    """Bytes of this machine's smallest GPU; 0 for a cluster, whose devices are not known yet."""
-    if cluster.address:
-        return 0
-    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
-
-
 def against_taking_turns(config: Config, device: str) -> Iterator[str]:
     """Problems, one line each, of settings that conflict with ranks and engines taking turns in device memory."""
     if not offloaded(config, device):

@@ -3,7 +3,6 @@ asks of a plugin before any worker exists."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from corerl.algorithms.base import REFERENCE
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RewardConfig, RolesConfig
 from corerl.config.structuring import structure
 from corerl.config.toml_text import toml_key
-from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
+from corerl.errors import ConfigError, CorerlError, PluginBroken
 from corerl.messages import nearest, one_line
 from corerl.plan.check import Problems
 from corerl.plugin.capabilities import Capability
@@ -21,11 +20,8 @@ from corerl.plugin.registry import (
     INSTALL_HINTS,
     Kind,
     Loaded,
-    Status,
-    installed,
     installed_names,
     load,
-    locate,
     options_of,
     usable,
 )
@@ -71,16 +67,6 @@ def selected(config: Config) -> list[Selection]:
         add(Kind.TRANSPORTS, "weights.transport", config.weights.transport, used=config.run.has_engines)
     if config.model.pictures:
         add(Kind.PICTURES, "model.pictures", config.model.pictures)
-    return found
-
-
-def distributions_of(config: Config) -> list[str]:
-    """The distributions whose code a run of the config has, core's first; without plugins that are not installed."""
-    found = ["corerl"]
-    for each in selected(config):
-        if each.used:
-            with contextlib.suppress(PluginError):  # reported where it is loaded
-                found.append(locate(each.kind, each.name).distribution)
     return found
 
 
@@ -185,18 +171,10 @@ def _joining(how: str, listed: Sequence[str] = ()) -> tuple[ExtensionChoice, ...
     return tuple(ExtensionChoice(name=name) for name in names)
 
 
-def absent_extensions(config: Config) -> list[str]:
-    """One line for each installed extension whose spec cannot be used, so that nobody knows whether it would join; if
-    the config lists it, that is an error elsewhere. And one if no installed extension shows a run."""
-    listed = {each.name.rpartition(":")[2] for each in config.chosen_extensions}
+def unshown() -> list[str]:
+    """One line if no installed extension shows a run."""
     silent = not any(each.spec.shows_notices for each in usable(Kind.EXTENSIONS))
-    console = ["no extension that shows a run is installed; pip install 'corerl[observe]' brings one"] * silent
-    return console + [
-        f"the extension {each.name!r} of {each.distribution} takes no part: {each.reason}; run corerl doctor "
-        f"{each.name}, or uninstall {each.distribution}"
-        for each in installed(Kind.EXTENSIONS)
-        if each.status in (Status.BROKEN, Status.INCOMPATIBLE) and each.name not in listed
-    ]
+    return ["no extension that shows a run is installed; pip install 'corerl[observe]' brings one"] * silent
 
 
 def _algorithm(config: Config) -> Loaded:
@@ -260,6 +238,11 @@ def resolve_tables(config: Config) -> Config:
     problems.raise_all()
     changed: dict[str, Any] = {kind.value: table for kind, table in tables.items()}
     return evolve(config, **changed, roles=evolve(config.roles, **roles), extensions=extensions)
+
+
+def filled_in(config: Config) -> Config:
+    """The same config with a value for all that does not depend on models, data and devices."""
+    return resolve_tables(settle_algorithm(settle_extensions(config)))
 
 
 def ignored_tables(config: Config) -> list[str]:

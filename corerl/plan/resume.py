@@ -8,30 +8,24 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from attrs import evolve, frozen
+from attrs import frozen
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, newest_intact, read_state
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.schema import Config
-from corerl.data.digests import places, unpacked
-from corerl.data.prompts import PromptSource, PromptStream, Share, split
+from corerl.data.prompts import PromptSource, PromptStream
 from corerl.errors import CheckpointError, ConfigError, DataError, NothingLeft
-from corerl.messages import listed, short_repr
 from corerl.observability.jsonl import METRICS_FILE, SAMPLES_FILE, read_lines
 from corerl.plan.check import Problems
+from corerl.plugin.registry import Kind, load_implementation, usable
 from corerl.rollout.recorded import ROLLOUTS
-from corerl.types import UIntArray
 
 EXPORT = "model"  # subdirectory for the final Hugging Face export
-EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings that a resumed run is meant to change
 ADVICE = re.compile(r"(?:;|, so) resume from ")  # with which a checkpoint's fault ends
-SHOWN_CHANGES = 8  # settings named in one line
-SHOWN_CHARACTERS = 40  # of a setting's value
 
 
 @frozen(kw_only=True)
@@ -89,7 +83,9 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
 def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) -> list[str]:
     """Hold out what the checkpoint did; returns notices about other rows than the checkpoint's. Raises CheckpointError
     if a run would train on other ones, unless `data.restart` is set."""
-    lines, differs = resume_data(prompts, state, seed=config.run.seed)
+    lines, differs = list[str](), ""
+    if (prompts.record["identity"], config.run.seed) != (state["data"]["identity"], state["source"]["prompts"]["seed"]):
+        lines, differs = _divider()(prompts, state, seed=config.run.seed)
     trains = config.run.mode == "train"
     if differs and trains and not config.data.restart:
         raise CheckpointError(
@@ -100,6 +96,18 @@ def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) 
         PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
     begin = "; they begin at their first prompt" if trains else ""
     return [*lines, *([f"data: not the checkpoint's: {differs}{begin}"] if differs else [])]
+
+
+def _divider() -> Callable[..., tuple[list[str], str]]:
+    """What a wheel divides rows with that are not the checkpoint's, or in another order."""
+    for each in usable(Kind.FORMATS):
+        if each.spec.resumes:
+            found: Callable[..., tuple[list[str], str]] = load_implementation(Kind.FORMATS, each, each.spec.resumes)
+            return found
+    raise CheckpointError(
+        "data: the rows are not the checkpoint's, in its order and with its seed; use the same [data] and run.seed, or "
+        "pip install 'corerl[data]', which compares rows and can go on with others"
+    )
 
 
 def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:
@@ -163,36 +171,6 @@ def checkpoint_to_resume(
     return chosen, skipped
 
 
-# ---- settings that have changed --------------------------------------------------------------------------------------
-
-
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
-    Both are plain data."""
-    changes = [
-        "{}={} (was {})".format(path, *_shown_apart(value, old)) if old is not None and value is not None else path
-        for path, old, value in _differences(before, now)
-        if path not in EXPECTED_CHANGES
-    ]
-    return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
-
-
-def _shown_apart(*values: Any) -> list[str]:
-    """The beginnings of values, or the ends of those that begin alike, as long paths do."""
-    shown = [short_repr(each, SHOWN_CHARACTERS) for each in values]
-    return shown if len({*shown}) > 1 else [f"...{str(each)[-SHOWN_CHARACTERS:]}" for each in values]
-
-
-def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted path, old and new value of each difference; of what is in one of them only, the outermost path."""
-    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
-        if before != now:
-            yield path, before, now
-        return
-    for key in [*now, *(key for key in before if key not in now)]:
-        yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-
-
 # ---- what must not be lost -------------------------------------------------------------------------------------------
 
 
@@ -252,110 +230,3 @@ def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int
             f"run.steps: {steps}, which {run_dir} has already done{found}: nothing is left to do; raise run.steps to "
             "continue"
         )
-
-
-# ---- rows that have changed ------------------------------------------------------------------------------------------
-
-
-@frozen(kw_only=True, eq=False)
-class Recorded:
-    """What a checkpoint says of the rows of one source."""
-
-    name: str
-    weight: float
-    rows: UIntArray  # [t] digests of training rows, in the order that epochs permute
-    held_out: UIntArray  # [h]
-    added: tuple[tuple[int, int], ...]
-
-
-def resume_data(source: PromptSource, state: Mapping[str, Any], *, seed: int) -> tuple[list[str], str]:
-    """Divide the rows of a source as a checkpoint's `state` did.
-
-    What was held out stays so, and further rows are held out only as far as the checkpoint did not train on them. If
-    all of its rows are there, in any order, its positions remain valid, and rows that were added come at the end
-    of the epoch: returns what to say of that. Otherwise the source begins at its first prompt; returns what differs.
-    """
-    record, position = state["data"], state["source"]["prompts"]
-    before = [
-        Recorded(
-            name=each["name"],
-            weight=each["weight"],
-            rows=unpacked(each["rows"]),
-            held_out=unpacked(each["held_out"]),
-            added=tuple((added["epoch"], added["rows"]) for added in each["added"]),
-        )
-        for each in record["sources"]
-    ]
-    trained = np.concatenate([each.rows for each in before])
-    held_out = np.concatenate([each.held_out for each in before])
-    named = {each.name: each.held_out for each in before}
-    source.divide([_held_out_again(share, named.get(share.name, held_out), trained) for share in source.shares])
-    shares = source.shares
-    same = [each.weight for each in before] == [share.weight for share in shares]  # whatever they are called now
-    # One step off, the batch in flight may be of a later epoch.
-    positions = (state["source"].get("sampled") or position)["sources"]
-    went_on = []
-    if same and position["seed"] == seed:
-        went_on = [_with_added(*each) for each in zip(shares, before, (s["epoch"] for s in positions), strict=True)]
-    if went_on and all(share is not None for share in went_on):
-        source.divide([share for share in went_on if share is not None])
-        source.continues = record["identity"]
-        return list(_lines(source.shares, before)), ""
-    changes = list(_changes(shares, before, trained, held_out))
-    if position["seed"] != seed:
-        changes.append(f"run.seed: {seed} (was {position['seed']})")
-    source.replaces = record["identity"]
-    return [], "; ".join(changes) or "rows are in other sources"
-
-
-def _held_out_again(share: Share, held_out: UIntArray, trained: UIntArray) -> Share:
-    """Hold out as many rows as before: first those that the checkpoint held out, in its order, then those that it did
-    not train on."""
-    rank = np.where(np.isin(share.digests, trained), len(held_out) + 1, len(held_out))
-    found = places(held_out, share.digests)
-    rank[found[found >= 0]] = np.flatnonzero(found >= 0)
-    order = share.order[np.argsort(rank[share.order], kind="stable")]
-    again = split(share.digests, order, held_out=len(share.held_out), name=share.name)
-    return evolve(share, train=again.train + share.first, held_out=again.held_out + share.first)
-
-
-def _with_added(share: Share, before: Recorded, epoch: int) -> Share | None:
-    """The share with its training rows in the checkpoint's order, and those behind that are new; None unless all that
-    was trained on or held out still is."""
-    digests = share.digests_of(share.train)
-    rows = places(before.rows, digests)
-    held_out = places(before.held_out, share.digests_of(share.held_out))
-    if (rows < 0).any() or (held_out < 0).any():
-        return None
-    new = np.setdiff1d(np.arange(len(digests)), rows, assume_unique=True)
-    added = (*before.added, (epoch, len(new))) if len(new) else before.added
-    return evolve(share, train=share.train[np.concatenate([rows, new])], added=added)
-
-
-def _lines(shares: Sequence[Share], before: Sequence[Recorded]) -> Iterator[str]:
-    """What changed in data that a run can continue with."""
-    for share, old in zip(shares, before, strict=True):
-        of = f"data of source {share.name!r}" if share.name else "data"
-        if new := len(share.train) - len(old.rows):
-            yield f"{of}: new rows: {new}; they come at the end of this epoch"
-        if held_out := len(share.held_out) - len(old.held_out):
-            yield f"{of}: new rows that are held out: {held_out}"
-
-
-def _changes(
-    shares: Sequence[Share], before: Sequence[Recorded], trained: UIntArray, held_out: UIntArray
-) -> Iterator[str]:
-    """How data differ that a run cannot continue with."""
-    settings = {
-        "data.sources": [
-            ", ".join(f"{each.name or 'one source'} {each.weight:g}" for each in side) for side in (shares, before)
-        ],
-        "data.held_out": [", ".join(str(len(each.held_out)) for each in side) for side in (shares, before)],
-    }
-    yield from (f"{name}: {now} (was {then})" for name, (now, then) in settings.items() if now != then)
-    digests, known = np.concatenate([share.digests for share in shares]), np.concatenate([trained, held_out])
-    new, gone = int((~np.isin(digests, known)).sum()), int((places(known, digests) < 0).sum())
-    if new or gone:
-        yield f"{new} of {len(digests)} rows are new, {gone} of {len(known)} are gone"
-    if taken := sum(int(np.isin(share.digests_of(share.held_out), trained).sum()) for share in shares):
-        yield f"rows that were trained on and are held out now: {taken}"

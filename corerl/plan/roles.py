@@ -22,7 +22,7 @@ from corerl.plugin.capabilities import Capability, asked_by_role, check_capabili
 from corerl.plugin.hooks import Context
 from corerl.plugin.origins import Origin, origins_of
 from corerl.plugin.registry import Kind, Loaded
-from corerl.plugin.spec import ACTOR, Process, Resources
+from corerl.plugin.spec import ACTOR, Process
 from corerl.types import LossSpec
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ class RolePlan:
     data_parallel: int  # number of data-parallel groups, according to the backend's spec
     cluster: ClusterInfo = field(repr=False)  # what the spec's check was given
     environment: Mapping[str, str] = field(repr=False)  # of its processes, before they import anything
-    resources: Resources  # per rank
     objective: Objective | None = CLIPPED  # as the run's algorithm says; None for a frozen role
     max_tokens: int  # of a response, for objectives that divide by it
 
@@ -113,7 +112,6 @@ def plan_role(
         data_parallel=backend.spec.data_parallel(options, cluster),
         cluster=cluster,
         environment=environment_of(backend.name, environment, cluster=config.cluster, common=common),
-        resources=backend.spec.resources(options, cluster),
         objective=CLIPPED if algorithm is None else algorithm.objectives.get(role),
         max_tokens=config.rollout.max_tokens,
     )

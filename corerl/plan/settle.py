@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,6 @@ from corerl.plan.check import Problems
 from corerl.plan.resolve import Plugins
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
-
-# What decides on recomputation where the config leaves it open.
-BY_MEMORY = "pip install 'corerl[forecast]' to have it chosen by the memory that training needs"
-
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
@@ -101,21 +97,6 @@ def with_choices(config: Config, plugins: Plugins, device: str, *, bfloat16: boo
         if train != (table.of_passes() if plugins.is_frozen(role) and role in sharing else table):
             own[role] = {"train": train}
     return _with_roles(config, own)
-
-
-def notices_of_choices(
-    before: Config, after: Config, plugins: Plugins, *, decided: Collection[str] = (), advice: str = ""
-) -> Iterator[str]:
-    """A line for each setting that was settled, but for those that extensions have `decided`; with `advice` where they
-    might decide on recomputation."""
-    for role in before.chosen_roles:
-        table, was, now = before.train_table_of(role), before.train_of(role), after.train_of(role)
-        trained = before.run.trains and not plugins.is_frozen(role)
-        for name in ("precision", "recompute") if trained else ("precision",):
-            if getattr(was, name) == "auto" and f"{table}.{name}" not in decided:
-                open_to = advice and name == "recompute" and plugins.supports(role, Capability.RECOMPUTE)
-                more = f"; {advice}" if open_to else ""
-                yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}{more}"
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------

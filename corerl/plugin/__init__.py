@@ -28,14 +28,12 @@ if TYPE_CHECKING:
     from corerl.plugin.hooks import RunControl as RunControl
     from corerl.plugin.origins import Origin as Origin
     from corerl.plugin.origins import plugins_here as plugins_here
-    from corerl.plugin.origins import unmet as unmet
     from corerl.plugin.pictures import picture_inputs as picture_inputs
+    from corerl.plugin.registry import INSTALL_HINTS as INSTALL_HINTS
     from corerl.plugin.registry import Entry as Entry
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import Loaded as Loaded
     from corerl.plugin.registry import installed_names as installed_names
-    from corerl.plugin.registry import kinds_of as kinds_of
-    from corerl.plugin.registry import known_names as known_names
     from corerl.plugin.registry import load as load
     from corerl.plugin.registry import load_implementation as load_implementation
     from corerl.plugin.registry import locate as locate
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import Environment as Environment
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec
     from corerl.plugin.spec import Finding as Finding
+    from corerl.plugin.spec import FormatSpec as FormatSpec
     from corerl.plugin.spec import Level as Level
     from corerl.plugin.spec import NoOptions as NoOptions
     from corerl.plugin.spec import PicturesSpec as PicturesSpec
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import Problem as Problem
     from corerl.plugin.spec import Process as Process
     from corerl.plugin.spec import RankMemory as RankMemory
-    from corerl.plugin.spec import Resources as Resources
     from corerl.plugin.spec import SamplerRun as SamplerRun
     from corerl.plugin.spec import SamplerSpec as SamplerSpec
     from corerl.plugin.spec import SlowPath as SlowPath

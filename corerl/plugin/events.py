@@ -142,7 +142,7 @@ class RunFinished:
 
 @frozen(kw_only=True)
 class Span:
-    """When something started and ended, by time.time() on the machine where it happened."""
+    """When something started and ended, by time.time() on the machine where it happened, or another clock."""
 
     name: str
     started: float

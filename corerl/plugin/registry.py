@@ -13,7 +13,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import Any
 
 import attrs
@@ -30,6 +30,7 @@ from corerl.plugin.spec import (
     CommandSpec,
     EngineSpec,
     ExtensionSpec,
+    FormatSpec,
     PicturesSpec,
     SamplerSpec,
     Spec,
@@ -48,6 +49,7 @@ class Kind(Enum):
     COMMANDS = "commands", CommandSpec
     TRANSPORTS = "transports", TransportSpec
     PICTURES = "pictures", PicturesSpec
+    FORMATS = "formats", FormatSpec
 
     spec: type[Spec]
 
@@ -67,7 +69,7 @@ class Kind(Enum):
 
 
 # The commands of core: a plugin's of the same name is only reached as 'distribution:name'.
-CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
+CORE_COMMANDS = ("train", "eval", "export", "config")
 
 # How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
@@ -84,6 +86,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         },
         Kind.EXTENSIONS: {
             "observe": "console curves hooks memory nan-guard profiler tensorboard trace",
+            "doctor": "advice",
             "elastic": "elastic",
             "forecast": "forecast",
             "mlflow": "mlflow",
@@ -93,25 +96,19 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "algorithms": "cispo dapo distill dr-grpo gspo gspo-token ppo reinforce++ reinforce++-baseline rloo",
         },
         Kind.COMMANDS: {
-            "doctor": "doctor",
+            "doctor": "doctor options plugins",
             "elastic": "scale",
             "testing": "models new-backend verify",
             "tinker": "serve",
         },
         Kind.TRANSPORTS: {"delta": "disk delta", "transports": "collective ipc"},
         Kind.PICTURES: {"vision": "vision"},
+        Kind.FORMATS: {"data": "datasets"},
     }.items()
 }
 
 
 CHANGES = "docs/versioning.md and `corerl doctor` say what has moved"
-
-
-class Status(StrEnum):
-    OK = "ok"
-    BROKEN = "broken"
-    INCOMPATIBLE = "incompatible"
-    CONFLICT = "conflict"
 
 
 @frozen(kw_only=True)
@@ -133,16 +130,6 @@ class Entry:
 
 
 @frozen(kw_only=True)
-class Installed(Entry):
-    """An entry point that was found, and whether it can be used."""
-
-    status: Status
-    reason: str = ""  # empty if the status is ok
-    api: tuple[int, int] | None = None  # None if the spec could not be loaded
-    summary: str = ""
-
-
-@frozen(kw_only=True)
 class Loaded(Entry):
     """An entry point with its spec."""
 
@@ -160,20 +147,6 @@ def scan(kind: Kind) -> Sequence[Entry]:
 def installed_names(kind: Kind) -> list[str]:
     """The names of the installed plugins, from metadata alone: no plugin is imported."""
     return sorted({entry.name for entry in scan(kind)})
-
-
-def known_names(kind: Kind) -> list[str]:
-    """The names of the plugins of this kind that are installed, and of CoreRL's own that can be."""
-    return [*installed_names(kind), *INSTALL_HINTS[kind]]
-
-
-def kinds_of(name: str) -> list[Kind]:
-    """The kinds that have an installed or installable plugin of this name; of 'package.module:SPEC', the spec's."""
-    found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(each.is_named(name) for each in scan(kind))]
-    if found or not _is_module(name):
-        return found
-    spec = _imported(f"plugin {name!r}", name)
-    return [kind for kind in Kind if isinstance(spec, kind.spec)]
 
 
 def locate(kind: Kind, name: str) -> Entry:
@@ -225,29 +198,8 @@ def usable(kind: Kind) -> list[Loaded]:
     """Every plugin of this kind that can be used, with its spec; of one name there may be several."""
     found = []
     for entry in scan(kind):
-        with contextlib.suppress(PluginError):  # `installed` reports it
+        with contextlib.suppress(PluginError):  # `corerl plugins` reports it
             found.append(_loaded(kind, entry))
-    return found
-
-
-def installed(kind: Kind) -> list[Installed]:
-    """Every plugin of this kind on sys.path, sorted by name. Imports each spec; broken plugins are listed too."""
-    entries = scan(kind)
-    found = []
-    for entry in entries:
-        status, reason, api, summary = Status.OK, "", None, ""
-        try:
-            spec = _loaded(kind, entry).spec
-            api, summary = spec.api, spec.summary
-        except PluginIncompatible as error:
-            status, api = Status.INCOMPATIBLE, error.api
-            reason = f"written for API {_dotted(error.api)}, but this corerl supports {_dotted(API)}"
-        except PluginBroken as error:
-            status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
-        rivals = [other for other in entries if other.name == entry.name]
-        if status is Status.OK and len(rivals) > 1:
-            status, reason = Status.CONFLICT, _conflict(rivals)
-        found.append(Installed(**asdict(entry), status=status, reason=reason, api=api, summary=summary))
     return found
 
 

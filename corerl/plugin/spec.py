@@ -5,7 +5,7 @@ importable without torch.
     mine = "corerl_mine:SPEC"
 
 Each kind has a group of its own: `corerl.backends`, `corerl.engines`, `corerl.samplers`, `corerl.extensions`,
-`corerl.algorithms`, `corerl.commands`, `corerl.transports`, `corerl.pictures`.
+`corerl.algorithms`, `corerl.commands`, `corerl.transports`, `corerl.pictures`, `corerl.formats`.
 """
 
 from __future__ import annotations
@@ -92,15 +92,6 @@ def ok(what: str) -> Finding:
     return Finding(level=Level.OK, what=what)
 
 
-@frozen(kw_only=True)
-class Resources:
-    """What one rank, or one engine replica, takes from its bundle."""
-
-    cpus: float = 1.0
-    # 1 if the device is cuda, else 0; the placement makes fractions of it.
-    gpus: float = field(default=0.0, validator=in_((0.0, 1.0)))
-
-
 class Process(Enum):
     """Where an extension runs."""
 
@@ -138,10 +129,6 @@ def no_environment(config: Any, cluster: ClusterInfo) -> Environment:
     return {}
 
 
-def one_device(config: Any, cluster: ClusterInfo) -> Resources:
-    return Resources(cpus=1.0, gpus=1.0 if cluster.device == "cuda" else 0.0)
-
-
 def all_ranks(config: Any, cluster: ClusterInfo) -> int:
     return cluster.ranks
 
@@ -171,7 +158,6 @@ class BackendSpec(Spec):
     implementation: str  # "package.module:Class", a corerl.backend.Backend; imported in the worker only
     capabilities: Mapping[Capability, Support] = field(factory=dict)  # one that is not named: see `support_in`
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
-    resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     # The number of data-parallel shares of a step's samples, every rank's `ParallelLayout.dp_size`: fewer than ranks
     # if several share one (tensor, pipeline or context parallelism). Called only if `check` finds no problem.
@@ -197,12 +183,11 @@ class EngineSpec(Spec):
     # long as the imports, such as a server; imported in the engine's process only.
     implementation: str
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
-    resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     # The number of `generate` calls a replica answers concurrently, each in its own thread. An asynchronous run makes
     # that many, so the more calls, the fewer prompts in each.
     calls: Callable[[Any, ClusterInfo], int] = one
-    # The number of bundles of one replica, adjacent on one machine, each as in `resources`. On each of them a process
+    # The number of bundles of one replica, adjacent on one machine, each with one device. On each of them a process
     # of the engine holds a part of the model and receives weights. Called only if `check` finds no problem.
     bundles: Callable[[Any, ClusterInfo], int] = one
     # Findings about the engine's libraries on this machine; `corerl doctor` calls it in a separate process.
@@ -339,6 +324,21 @@ class CommandSpec(Spec):
     # the command's name: gets the file and the overrides of `corerl config check`, in place of its checks of a run,
     # raises UserError with a line for each problem, and returns lines to be shown.
     check: str = ""
+
+
+@frozen(kw_only=True)
+class FormatSpec(Spec):
+    """A reader of data files that are no JSON lines, and of directories of files."""
+
+    # "package.module:function", called with (files or a directory, its name in messages, split, subset, common, texts),
+    # those from `split` on by name and not of files, but for `texts`; returns a corerl.data.Rows. Imported where they
+    # are read.
+    implementation: str
+    suffixes: tuple[str, ...]  # of the files that it reads, such as ".parquet"
+    # "package.module:function", called with (prompts, a checkpoint's state, seed) for rows that are not the
+    # checkpoint's, or in another order: divides them into training and held-out ones as the checkpoint did. Returns
+    # lines for the user, and how they differ so that the run cannot go on; "" if it can. Empty: there is none.
+    resumes: str = ""
 
 
 @frozen(kw_only=True)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
 from corerl.models.lora import HARMLESS, READ
-from corerl.models.tokenizer import SHAPING
-from corerl.plan.models import FURTHER
+from corerl_doctor.advice import FURTHER, SHAPING
 
 
 class Rule(NamedTuple):

@@ -1,15 +1,13 @@
-"""The references are Python's own: its statistics group by group, and papers' sums token by token."""
+"""The references are Python's own: its statistics group by group."""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 
 import numpy as np
 import pytest
 
-from corerl.algorithms.advantages import STD_EPS, gae, group_advantages, spread, whiten, without_truncated
-from corerl.types import FloatArray, SampleBatch
+from corerl.algorithms.advantages import STD_EPS, group_advantages, spread, without_truncated
 from tests.marked import marked
 
 REWARDS = np.array([1.0, 0.25, 0.0, 0.5, 0.75, 0.5], dtype=np.float32)
@@ -28,50 +26,6 @@ def test_advantages_are_rewards_against_their_own_group(normalize_std: bool) -> 
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def random_batch(rng: np.random.Generator) -> SampleBatch:
-    """Samples of 0 to 12 tokens with prompts, answers of an environment in between, and some without a loss token."""
-    return marked(*("".join(rng.choice([".", "x"], size=rng.integers(0, 13))) for _ in range(40)), "....", "", "xxx")
-
-
-def random_numbers(rng: np.random.Generator, batch: SampleBatch) -> FloatArray:
-    """[N] standard normal at loss tokens."""
-    numbers = rng.standard_normal(len(batch.tokens)).astype(np.float32)
-    return np.where(batch.columns["loss_mask"], numbers, np.float32(np.nan))
-
-
-def loss_tokens_of(batch: SampleBatch) -> list[list[int]]:
-    """Of each sample, where its loss tokens are."""
-    mask = batch.columns["loss_mask"]
-    return [[n for n in range(start, end) if mask[n]] for start, end in itertools.pairwise(batch.offsets.tolist())]
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7), (1.0, 0.5)])
-def test_gae_is_the_papers_sum_of_discounted_residuals(gamma: float, lam: float) -> None:
-    rng = np.random.default_rng(2)
-    batch = random_batch(rng)
-    rewards, values = random_numbers(rng, batch), random_numbers(rng, batch)
-    expected = np.zeros((2, len(batch.tokens)))
-    for tokens in loss_tokens_of(batch):
-        r, v = rewards[tokens].tolist(), [*values[tokens].tolist(), 0.0]
-        for t, token in enumerate(tokens):
-            advantage = sum((gamma * lam) ** (s - t) * (r[s] + gamma * v[s + 1] - v[s]) for s in range(t, len(tokens)))
-            expected[:, token] = advantage, advantage + v[t]
-    got = gae(rewards, values, batch, gamma=gamma, lam=lam)
-    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
-    rng = np.random.default_rng(4)
-    batch = random_batch(rng)
-    advantages, mask = 3.0 + 5.0 * random_numbers(rng, batch), batch.columns["loss_mask"]
-    got = whiten(advantages, mask)
-    chosen = got[mask].tolist()
-    assert statistics.mean(chosen) == pytest.approx(0.0, abs=1e-6)
-    assert statistics.pstdev(chosen) == pytest.approx(1.0, rel=1e-6)
-    assert np.argsort(chosen).tolist() == np.argsort(advantages[mask]).tolist()
-    assert not got[~mask].any()
-
-
 # Equal but for rounding: sums of the same parts in another order, a float32 and the next one, parts that cancel.
 ROUNDED = [[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], [1000.0, float(np.nextafter(np.float32(1000), np.float32(0)))]]
 ROUNDED += [[0.1 + 0.2 - 0.3, 0.0], [-5.0, -5.0 * (1 - 1e-7)]]
@@ -85,7 +39,6 @@ def test_rewards_equal_within_rounding_teach_nothing(rewards: list[float]) -> No
     assert found[:2].tolist() == [0.0, 0.0]
     np.testing.assert_allclose(found[2:], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
     assert spread(np.array([*rewards, 0.0, 1.0]), groups).tolist() == [False, True]
-    assert whiten(np.array(rewards, np.float32), np.ones(2, np.bool_)).tolist() == [0.0, 0.0]
 
 
 def test_truncated_samples_lose_their_loss_tokens_alone() -> None:

@@ -125,8 +125,8 @@ def test_help_lists_all_commands_with_what_is_wrong(capsys: pytest.CaptureFixtur
     shown = shown_help(capsys)
     assert "train train as a configuration specifies" in shown
     assert "hello greets 100% of you" in shown
-    assert "later incompatible: written for API 3.0, but this corerl supports 2.2" in shown
-    assert "bad broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there'" in shown
+    assert "later command 'later' (corerl-many 0.1) was written for API 3.0, but this corerl supports 2.2" in shown
+    assert "ModuleNotFoundError: No module named 'a_library_that_is_not_there'" in shown
     assert "corerl-many:both greets 100% of you corerl-other:both greets 100% of you" in shown
 
 

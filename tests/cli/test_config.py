@@ -98,10 +98,10 @@ def test_show_prints_a_valid_input_that_resolves_to_itself(
     assert capsys.readouterr().out == shown
 
 
-def test_show_can_explain_each_setting(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_file_explain_each_setting(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", sound]) == 0
     bare = capsys.readouterr().out
-    assert main(["config", "show", "--help-texts", sound]) == 0
+    assert main(["options", sound]) == 0
     explained = capsys.readouterr().out
     assert tomllib.loads(explained) == tomllib.loads(bare)
     assert "# weight of the entropy bonus (number)\nentropy_coef = 0.0\n" in explained

@@ -145,7 +145,7 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
         (["--help"], ["train", "export", "config", "plugins", "doctor", "new-backend", "verify"]),
         (["--version"], [f"corerl {corerl.__version__}"]),
         (["doctor", "--help"], ["usage: corerl doctor"]),
-        (["config", "show", "--help"], ["usage: corerl config show", "--help-texts"]),
+        (["config", "show", "--help"], ["usage: corerl config show", "KEY=VALUE"]),
     ],
 )
 def test_help_and_version_load_nothing_heavy(argv: list[str], expected: list[str]) -> None:

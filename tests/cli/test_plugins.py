@@ -13,10 +13,10 @@ import pytest
 
 import corerl
 from corerl.cli.main import main
-from corerl.cli.plugins import SELECTED_BY
 from corerl.config.load import load_config
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.registry import Kind, installed_names, load
+from corerl_doctor.listing import SELECTED_BY, Status, installed, kinds_of
 
 BROKEN = "import a_library_that_is_not_there"
 SPEC = """
@@ -183,3 +183,15 @@ def test_a_name_that_selects_no_plugin_is_one_line(
 ) -> None:
     assert main(["options", name]) == 2
     assert capsys.readouterr().err.endswith(end)
+
+
+def test_plugins_of_one_name_or_without_a_spec_are_told_apart(install: Callable[..., Path]) -> None:
+    install("other", {"backends": {"good": "cli_good:SPEC"}}, version="2.0", cli_none="SPEC = 3")
+    both = [each for each in installed(Kind.BACKENDS) if each.name == "good"]
+    assert [(each.status, each.reason) for each in both] == [
+        (
+            Status.CONFLICT,
+            "provided by corerl-good 0.3.1 and other 2.0; choose one by writing 'corerl-good:good' or 'other:good'",
+        )
+    ] * 2
+    assert kinds_of("cli_none:SPEC") == []

@@ -7,7 +7,8 @@ from attrs import Factory, evolve, field, frozen
 from corerl.config.load import dump_toml
 from corerl.config.options import option
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice
-from corerl.config.toml_text import settings_with_help, to_plain
+from corerl.config.toml_text import to_plain
+from corerl_doctor.help_texts import settings_with_help
 from docs._ext.settings import FieldHelp, describe
 
 CONFIG = Config(backend=BackendChoice(name="plain"))

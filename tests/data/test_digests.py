@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corerl.data.digests import packed, unpacked
+from corerl.data.digests import packed
 from corerl.data.prompts import PromptSource
 from corerl.errors import CheckpointError, DataError
+from corerl_data.changed import unpacked
 from tests.data.files import load, numbered, write
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3}

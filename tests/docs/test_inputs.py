@@ -20,7 +20,7 @@ from corerl.checkpoint.format import RankIndex, SavedBox
 from corerl.config.schema import DataConfig
 from corerl.data.media import FIELD
 from corerl.driver.run import Run
-from corerl.plan.models import FURTHER
+from corerl_doctor.advice import FURTHER
 from tests.docs.test_reference import DOCS, module_at
 
 SEVERAL = "musicgen"  # has several text configs

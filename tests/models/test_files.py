@@ -18,17 +18,16 @@ from corerl.models.config import hf_config
 from corerl.models.files import (
     Constant,
     Initial,
-    ModelFiles,
     Normal,
     RandomSource,
     Uniform,
     initials,
-    meta_model,
     model_files,
     untied_head,
 )
 from corerl.models.names import hf_boxes
 from corerl.models.readers import SINGLE
+from corerl_doctor.advice import unused_names
 from corerl_testing.models import KINDS, tiny_config, tiny_fields
 
 Load = Callable[[Path, str], PreTrainedModel]
@@ -59,10 +58,7 @@ def assert_loads_as_in_transformers(directory: Path, load: Load) -> PreTrainedMo
 
 
 def unused(directory: Path) -> list[str]:
-    config = hf_config(ModelConfig(path=str(directory)))
-    model = meta_model(config)
-    names = [box.name for boxes in hf_boxes(model).values() for box in boxes]
-    return ModelFiles(directory, config).unused(names, model)
+    return unused_names(str(directory), hf_config(ModelConfig(path=str(directory))))
 
 
 @pytest.mark.parametrize("prefixed", [True, False])

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from corerl.observability.timing import SCORING, Span, Spans, idle, idle_seconds
-from corerl.plugin.events import Idle
+from corerl.observability.timing import SCORING, Spans, idle, idle_seconds
+from corerl.plugin.events import Idle, Span
 
 # ---- idle devices ----
 
@@ -19,11 +19,11 @@ def waited(who: str, waits_for: str, started: float, ended: float) -> Idle:
 
 def test_a_synchronous_step_second_by_second() -> None:
     spans = [
-        Span("engine-0", 0.0, 4.0),
-        Span("engine-1", 0.0, 3.0),  # waits a second for the other's samples
-        Span(SCORING, 4.0, 6.0),
-        Span("train", 6.5, 9.0),  # after half a second of the driver's
-        Span("update_weights", 9.0, 10.0),
+        Span(name="engine-0", started=0.0, ended=4.0),
+        Span(name="engine-1", started=0.0, ended=3.0),  # waits a second for the other's samples
+        Span(name=SCORING, started=4.0, ended=6.0),
+        Span(name="train", started=6.5, ended=9.0),  # after half a second of the driver's
+        Span(name="update_weights", started=9.0, ended=10.0),
     ]
     found = idle(spans, 0.0, 10.0, engines=ENGINES)
     assert sorted(found, key=lambda each: (each.who, each.started)) == [
@@ -69,8 +69,8 @@ def test_spans_of_all_threads_are_taken_once() -> None:
     with spans("train"):
         now[0] = 2.0
     now[0] = 3.0
-    assert spans.take() == [Span("train", 0.0, 2.0), Span("engine-0", 0.0, 3.0)]
+    assert spans.take() == [Span(name="train", started=0.0, ended=2.0), Span(name="engine-0", started=0.0, ended=3.0)]
     now[0] = 5.0
     go.set()
     thread.join()
-    assert spans.take() == [Span("engine-0", 0.0, 5.0)] and spans.take() == []
+    assert spans.take() == [Span(name="engine-0", started=0.0, ended=5.0)] and spans.take() == []

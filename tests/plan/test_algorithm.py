@@ -20,7 +20,7 @@ from corerl.config.schema import (
     SideRoleChoice,
 )
 from corerl.errors import ConfigError, PluginBroken
-from corerl.plan.algorithm import AlgorithmPlan, against_algorithm, notices_of_learning, plan_algorithm
+from corerl.plan.algorithm import AlgorithmPlan, against_algorithm, plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
@@ -193,30 +193,6 @@ def test_an_algorithm_that_contradicts_its_spec_is_refused(
     with pytest.raises((PluginBroken, ConfigError)) as caught:
         planned(config)
     assert line in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("place", "estimator", "gradient"),
-    [
-        (
-            "loss",
-            "k3-differentiated",
-            "KL(reference || policy), and after the first optimizer step on a batch of neither",
-        ),
-        ("reward", "k2", "the mean of k2 - KL(policy || reference), which can lead away from the reference"),
-        ("reward", "k3", "KL(policy || reference) - KL(reference || policy), which can lead away from the reference"),
-        *(("loss", estimator, "") for estimator in ("k1", "k2", "k3", "")),
-        *(("reward", estimator, "") for estimator in ("k1", "")),
-    ],
-)
-def test_a_penalty_with_another_gradient_than_the_kls_is_named(place: Any, estimator: str, gradient: str) -> None:
-    given = changed(GRPO, kl_coef=0.1, kl_in=place, kl_estimator=estimator or None)
-    assert list(notices_of_learning(settle_algorithm(given).algorithm)) == [
-        f"algorithm.kl_estimator: {estimator!r} with algorithm.kl_in={place!r}: the penalty's gradient is that of "
-        f"{each}; remove it for that of KL(policy || reference)"
-        for each in [gradient]
-        if each
-    ]
 
 
 # ---- a reference policy that is a role, and steps that begin before their batch is whole -----------------------------

@@ -36,7 +36,6 @@ def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) ->
         plan = planned(backend={"name": "fsdp"}, cluster=cluster)
         given = plan.role.assignments[0].config
         assert (given.device, given.train.precision, given.train.recompute) == ("cuda", "bfloat16", "none")
-        assert plan.notices[0] == "train.precision: 'auto' is 'bfloat16' for the actor"
 
 
 def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:

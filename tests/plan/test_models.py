@@ -20,7 +20,6 @@ from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout
 from corerl.models.names import shapes_of
 from corerl.plan.check import Problems
-from corerl.plan.group import plan_group
 from corerl.plan.models import (
     RoleModel,
     against_aux_loss,
@@ -28,20 +27,17 @@ from corerl.plan.models import (
     build_models,
     check_files,
     load_configs,
-    notices_of,
     require_adapters,
     require_memory,
     require_same_tensors,
     require_weights,
     saved_shapes,
     sight_of,
-    untrained,
-    without_adapters,
 )
 from corerl.plan.resolve import plugins_of
 from corerl.weights.adapters import is_adapter
 from corerl_testing import smallest_config
-from corerl_testing.models import tiny_config, tiny_fields
+from corerl_testing.models import tiny_config
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.pictures import pictures_config, tensors_in, write_pictures
@@ -61,20 +57,6 @@ def model_of(config: Config, hf: PreTrainedConfig) -> RoleModel:
     given = make_config()
     model = build_models(given, plugins_of(given), load_configs(given, ["actor"]))["actor"]
     return evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf, built=meta_model(hf))
-
-
-def lines(config: Config, hf: PreTrainedConfig) -> list[str]:
-    return list(notices_of(model_of(config, hf)))
-
-
-def test_layers_of_a_checkpoint_that_are_not_trained_are_said(config: Config) -> None:
-    hf = smallest_config("glm4_moe", num_nextn_predict_layers=1)
-    assert lines(config, hf) == []  # from random weights nobody misses any
-    stored = evolve(config, model=evolve(config.model, path="models/glm", config={}))
-    (line,) = lines(stored, hf)
-    assert line.startswith("model.path: config.json: num_nextn_predict_layers=1: layers that predict further tokens")
-    others = [evolve(model_of(stored, hf), **{name: value}) for name, value in (("trained", False), ("critic", True))]
-    assert [list(notices_of(other)) for other in others] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -117,28 +99,6 @@ def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
     assert list(against_aux_loss(model, streamed=False)) == []
     (line,) = against_aux_loss(model, streamed=True)
     assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
-
-
-def test_experts_without_adapters_are_said_with_their_share(config: Config) -> None:
-    lora, hf = LoraConfig().settled({"rank": 2, "targets": ("q_proj", "v_proj")}), tiny_config("qwen3-moe")
-    weights = {name: param.numel() for name, param in meta_model(hf).named_parameters()}
-    covered = sum(numel for name, numel in weights.items() if "q_proj" in name or "v_proj" in name)
-    assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
-        (
-            f"lora: adapters cover {covered / sum(weights.values()):.2%} of the weights: 4 fused tensors of experts "
-            "(gate_up_proj, down_proj) get none; the target 'experts' may give them adapters (docs/lora.md)"
-        )
-    ]
-    of_experts = evolve(lora, targets=("q_proj", "experts"))
-    assert list(without_adapters(model_of(evolve(config, lora=of_experts), hf))) == []
-    assert list(without_adapters(model_of(evolve(config, lora=lora), tiny_config("qwen3")))) == []
-    assert list(without_adapters(model_of(config, hf))) == []
-
-
-def test_a_group_alone_is_told_the_same(config: Config) -> None:
-    asked = evolve(config, model=evolve(config.model, config=tiny_fields("qwen3-moe")), lora=LoraConfig())
-    notices = plan_group(asked, "actor", resume="").notices
-    assert sum("get none" in line for line in notices) == 1
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -221,36 +181,27 @@ def test_a_peft_directory_has_exactly_the_models_adapters(tmp_path: Path) -> Non
         require_adapters(Path("/nowhere"), model)
 
 
-def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
+def test_files_in_whole_numbers_or_without_a_tensor_are_refused(tmp_path: Path) -> None:
     config = make_config()
     make_model(config, seed=1).save_pretrained(tmp_path)
     hf, file = hf_config(ModelConfig(path=str(tmp_path))), tmp_path / "model.safetensors"
-
-    def told(role: str, **more: torch.Tensor) -> str:
-        save_file({**tensors, **more}, file, metadata={"format": "pt"})
-        return require_weights(str(tmp_path), meta_model(hf, value_head=role == "critic"), hf)
-
     tensors = load_file(file)
-    assert told("actor") == told("critic") == ""
-    copy = tensors["model.embed_tokens.weight"].clone()
-    assert told("actor", **{"value_head.weight": torch.zeros(1, 32), "lm_head.weight": copy}) == ""  # a critic's head
-    tensors["score.weight"] = torch.zeros(2)
-    what = f"{tmp_path} has a tensor that the model lacks, not used: score.weight"
-    assert told("actor") == told("critic") == what
-    many = {f"model.layers.{layer}.mlp.scale": torch.zeros(2) for layer in range(10, 22)}
-    assert told("actor", **many) == (
-        f"{tmp_path} has 13 tensors that the model lacks, not used: "
-        + ", ".join(f"model.layers.{layer}.mlp.scale" for layer in range(10, 18))
-        + ", and 5 more"
-    )
+
+    def require(role: str, **more: torch.Tensor) -> None:
+        save_file({**tensors, **more}, file, metadata={"format": "pt"})
+        require_weights(str(tmp_path), meta_model(hf, value_head=role == "critic"), hf)
+
+    require("actor")
+    require("critic")
+    require("actor", **{"value_head.weight": torch.zeros(1, 32)})  # a critic's head
     tensors["model.norm.weight"] = tensors["model.norm.weight"].view(torch.int32)
     with pytest.raises(
         ModelError, match=r"has values of type I32 for 'model.norm.weight', wanted one of F64, F32, BF16"
     ):
-        told("actor")
+        require("actor")
     del tensors["model.norm.weight"]
     with pytest.raises(ModelError, match=r"model.safetensors lacks 'model.norm.weight', but its config.json needs"):
-        told("critic")
+        require("critic")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device adds its memory")
@@ -272,23 +223,13 @@ def test_a_model_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch
         require_memory(wide)
 
 
-def checked(directory: Path, **settings: Any) -> list[str]:
-    """What is noted of the files of a model that reads pictures."""
+def checked(directory: Path, **settings: Any) -> None:
+    """Check the files of a model that reads pictures."""
     hf, problems = hf_config(ModelConfig(path=str(directory))), Problems()
     given = {"table": "model", "frozen": False, "lora": None, "hf": hf, "built": meta_model(hf)}
     role: Any = SimpleNamespace(settings=ModelConfig(path=str(directory), **settings), **given)
-    notices = list(check_files(role, None, setting="", refers=False, problems=problems))
+    check_files(role, None, setting="", refers=False, problems=problems)
     problems.raise_all()
-    return notices
-
-
-def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> None:
-    directory = write_pictures("qwen3_vl", tmp_path)
-    (line,) = checked(directory)
-    assert "are not trained, as the run reads text alone, and an export has them unchanged: model.visual" in line
-    (line,) = checked(directory, pictures="vision")
-    assert "are not trained, with model.tower='frozen', and an export has them unchanged: model.visual" in line
-    assert checked(directory, pictures="vision", tower="trained") == []
 
 
 def test_files_without_a_whole_tower_are_refused_with_pictures(tmp_path: Path) -> None:
@@ -301,18 +242,6 @@ def test_files_without_a_whole_tower_are_refused_with_pictures(tmp_path: Path) -
     for tower in ("frozen", "trained"):
         with pytest.raises(ModelError, match=f"^model.path: .* lacks '{gone}', but its config.json needs"):
             checked(directory, pictures="vision", tower=tower)
-
-
-def test_weights_that_no_pass_reads_are_noted() -> None:
-    hf = smallest_config("bart")
-    model = meta_model(hf)
-    unread = {name: param.numel() for name, param in model.named_parameters() if "encoder_attn" in name}
-    share = sum(unread.values()) / sum(param.numel() for param in model.parameters())
-    line = untrained("", hf, model)
-    assert line.startswith(f"{len(unread)} tensors ({share:.1%} of the weights) are not trained, as the run reads text")
-    assert line.endswith("model.decoder.layers.1.encoder_attn_layer_norm")
-    dense = smallest_config("qwen3")
-    assert untrained("", dense, meta_model(dense)) == ""
 
 
 def test_models_of_one_family_have_the_same_tokens_for_pictures() -> None:

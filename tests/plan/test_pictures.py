@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import Config, DataConfig, LoraConfig
+from corerl.config.schema import Config, LoraConfig
 from corerl.engines.service import EngineService
 from corerl.errors import ConfigError, DataError, PluginError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.check import contradictions
-from corerl.plan.data import plan_rollout, tokens_of_pictures, with_prompt_check
+from corerl.plan.data import plan_rollout, with_prompt_check
 from corerl.plan.processes import plan_engines, require_sight
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import cluster_of, needed
@@ -95,22 +95,6 @@ def test_backends_and_engines_are_asked_for_pictures(tmp_path: Path) -> None:
         check_capabilities(silent, {Capability.PICTURES: asked[Capability.PICTURES]})
     with pytest.raises(ConfigError, match="model.pictures: .* but the engine 'fake' shows the model no pictures; set"):
         require_sight(config, load(Kind.ENGINES, "fake"))
-
-
-def test_a_notice_says_how_many_tokens_a_picture_takes(tmp_path: Path) -> None:
-    rows = [*ROWS, {"prompt": "5<image>", "images": ["4x3:1"]}]
-    config = evolve(config_of(tmp_path, rows), data=DataConfig(source=str(tmp_path / "rows.jsonl"), held_out=0))
-    config = evolve(config, rollout=evolve(config.rollout, max_tokens=2))
-    plan = with_prompt_check(planned(config), config)
-    assert tokens_of_pictures(plan.prompts, plan.pictures) == (
-        "model.pictures: of the first 3 pictures each takes 6 to 15 tokens of a prompt; the model sees the largest at "
-        "4x3"
-    )
-    text = config_of(tmp_path, [{"prompt": "1"}, {"prompt": "2"}])
-    alone = with_prompt_check(planned(text), text)
-    assert tokens_of_pictures(alone.prompts, alone.pictures) == (
-        "model.pictures: none of the first 1 prompts has a picture"
-    )
 
 
 def test_processes_are_asked_for_the_drivers_reader(tmp_path: Path) -> None:

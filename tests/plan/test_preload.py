@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from corerl.config.load import load_config
+from corerl.plan.environment import Preload, preload_of
 from corerl.plan.make import make_plan
-from corerl.plan.preload import Preload, preload_of
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 

@@ -13,14 +13,13 @@ from corerl.config.schema import (
     BackendChoice,
     ClusterInfo,
     Config,
-    ExtensionChoice,
     ModelConfig,
     RolesConfig,
     SideRoleChoice,
     TrainConfig,
 )
 from corerl.errors import ConfigError, PluginBroken
-from corerl.plan.resolve import absent_extensions, check_spec, resolve_tables, role_options
+from corerl.plan.resolve import check_spec, resolve_tables, role_options
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem
 
@@ -97,14 +96,3 @@ def test_problems_of_model_and_train_name_their_tables() -> None:
         "roles.critic.train.optimizer.lr",
     ]
     assert told(config(roles=RolesConfig(critic=SideRoleChoice())), "critic") == [*own, *common]
-
-
-def test_a_broken_extension_that_may_join_is_noted(install: Install) -> None:
-    before = absent_extensions(config(extensions=()))
-    install("corerl-torn", {"extensions": {"torn": "torn_j:SPEC"}}, torn_j="import a_library_that_is_not_there")
-    (told,) = [line for line in absent_extensions(config(extensions=())) if line not in before]
-    assert told == (
-        "the extension 'torn' of corerl-torn takes no part: ModuleNotFoundError: No module named "
-        "'a_library_that_is_not_there'; run corerl doctor torn, or uninstall corerl-torn"
-    )
-    assert absent_extensions(config(extensions=(ExtensionChoice(name="torn"),))) == before

@@ -20,7 +20,8 @@ from corerl.driver.export import export
 from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.resume import changed_settings, checkpoint_to_resume, require_writable, resume_data
+from corerl.plan.resume import checkpoint_to_resume, require_writable
+from corerl_data.changed import resume_data
 from tests.data.files import load, write
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
@@ -205,34 +206,6 @@ def test_a_run_whose_steps_are_done_does_not_start_again(tmp_path: Path) -> None
     assert make_plan(resumed(run, "auto", steps=4)).first_step == 4
 
 
-# ---- a config that has changed ---------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
-    config = make_config(train={"optimizer": {"lr": 1e-3}}, run={"dir": "a", "steps": 4})
-    before = to_plain(config)
-    assert changed_settings(before, before) == []
-    longer = evolve(config, run=evolve(config.run, dir="b", steps=8), checkpoint=CheckpointConfig(resume="auto"))
-    assert changed_settings(before, to_plain(longer)) == []
-    other = evolve(
-        longer,
-        train=evolve(config.train, optimizer=evolve(config.train.optimizer, lr=1e-4)),
-        data=evolve(config.data, source="x" * 60),
-        backends={"other": {"a": 1, "b": 2}},
-    )
-    (line,) = changed_settings(before, to_plain(other))
-    start, *changes = line.replace(": ", ", ", 1).split(", ")
-    assert start == "resumed with other settings"
-    assert sorted(changes) == [
-        "backends.other",
-        f"data.source={'x' * 60!r:.37}... (was 'sort-digits')",
-        "train.optimizer.lr=0.0001 (was 0.001)",
-    ]
-    alike = ({"data": {"source": "/a/long/path/of/a/data/set/in/files/" + name}} for name in ("one.jsonl", "two.jsonl"))
-    (line,) = changed_settings(*alike)
-    assert "two.jsonl (was ..." in line and line.endswith("one.jsonl)")
-
-
 # ---- secrets ---------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +226,7 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.Mon
     (state,) = (read_state(path)["config"] for path in (tmp_path / "run" / "checkpoints").glob("step-*2"))
     assert (state["cluster"]["environment"], state["cluster"]["secrets"]) == ({}, ["HF_TOKEN", "API_KEY"])
     before, now = to_plain(recorded(small(tmp_path, *given))), to_plain(recorded(small(tmp_path, *other)))
-    assert changed_settings(before, now) == []
+    assert before["cluster"] == now["cluster"]
 
 
 def test_a_directory_without_write_access_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +263,15 @@ def test_other_data_are_refused_by_run_and_check(checkpoint: Path, starting: boo
         f"checkpoint.resume: the data are not the checkpoint's: {HELD_OUT}; use the same [data] and run.seed, or set "
         "data.restart=true to begin these at their first prompt, with the checkpoint's weights, optimizer and step"
     )
+
+
+def test_without_a_wheel_that_compares_rows_only_the_same_are_resumed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corerl.plan.resume.usable", lambda kind: [])
+    assert plan_with(checkpoint).first_step == 2
+    with pytest.raises(CheckpointError, match=r"not the checkpoint's, in its order .* pip install 'corerl\[data\]'"):
+        plan_with(checkpoint, held_out=20)
 
 
 OLD = [f"p{n}" for n in range(20)]

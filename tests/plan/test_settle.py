@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("only_listed")
 
 def on_gpus(tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Plan:
     """A run on the GPUs of a cluster, which is not asked anything."""
-    config = config_in(tmp_path / "run", backend={"name": backend}, **tables)
+    config = config_in(tmp_path / "run", backend={"name": backend}, extensions=[{"name": "advice"}], **tables)
     return make_plan(evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379")))
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.data.chat import IMAGE
 from corerl.errors import DataError
 from corerl.rollout.scored import ScoredRollout, postprocessed
 from tests.rollout.scored import scored, with_pictures
@@ -57,7 +56,8 @@ def test_samples_show_pictures_in_their_places() -> None:
     assert [each.prompt for each in given.shown()] == [f"{first}{second}a>", "b>"]
     names = tuple(each.id[:16] for each in given.rollout.prompts[0].pictures)
     assert [each.pictures for each in given.samples()] == [names, names, (), ()]
-    parts = [IMAGE, {"type": "text", "text": "or"}, IMAGE]
+    image = {"type": "image"}
+    parts = [image, {"type": "text", "text": "or"}, image]
     chat = evolve(given.rollout.prompts[0], messages=({"role": "user", "content": parts},))
     rollout = evolve(given.rollout, prompts=(chat, given.rollout.prompts[1]))
     assert evolve(given, rollout=rollout).samples()[0].prompt == f"{first}or{second}"

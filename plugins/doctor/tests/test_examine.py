@@ -222,7 +222,8 @@ def test_extensions_that_always_join_are_examined_whatever_is_listed(monkeypatch
 
     monkeypatch.setattr("corerl_doctor.plugins.check_plugins", looked)
     assert [*check_joining(None), *check_joining(["jsonl", "elastic"])] == []
-    assert asked == [{"console", "jsonl", "tensorboard", "curves", "elastic", "forecast"}, {"forecast"}]
+    joining = {"advice", "forecast"}
+    assert asked == [{"console", "jsonl", "tensorboard", "curves", "elastic", *joining}, joining]
 
 
 def test_an_unmet_requirement_has_its_command(old_tomli_w: str) -> None:

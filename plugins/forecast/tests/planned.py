@@ -62,7 +62,7 @@ def on_gpus(tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Config:
 
 def planned_on(there: int, tmp_path: Path, **tables: Any) -> Plan:
     """A run on GPUs of `there` bytes."""
-    with mock.patch("corerl.plan.make.device_memory", return_value=there):
+    with mock.patch("corerl_forecast.extension.device_memory", return_value=there):
         return make_plan(on_gpus(tmp_path, **{"model": {**DATA["model"], "config": LARGE}, **tables}))
 
 

@@ -41,7 +41,7 @@ def test_on_gpus_layers_are_recomputed_where_memory_wants_it(tmp_path: Path) -> 
     needed = needed_on(80 * GIB, tmp_path)
     tight = planned_on(needed, tmp_path)
     assert settings(tight) == ("bfloat16", "full")
-    assert tight.notices[1] == "train.recompute: 'auto' is 'full' for the actor"
+    assert tight.notices[0] == "train.recompute: 'auto' is 'full' for the actor"
     assert len(predictions(tight.notices)) == len(tight.notices) - 2 == 1
     assert needed_on(needed, tmp_path) < 0.9 * needed
     unknown = planned_on(0, tmp_path)
@@ -60,7 +60,7 @@ def test_what_another_extension_sets_is_counted(tmp_path: Path) -> None:
     larger = {"settings": {"train.tokens_per_micro_batch": 32768}}
     first = {"name": "tests.plan.planners:FIRST", "options": larger}
     config = on_gpus(tmp_path, model={**DATA["model"], "config": LARGE}, extensions=[first])
-    with mock.patch("corerl.plan.make.device_memory", return_value=there):
+    with mock.patch("corerl_forecast.extension.device_memory", return_value=there):
         both = make_plan(config)
     assert (settings(alone)[1], settings(both)[1]) == ("none", "full")
     chosen = [line for line in both.notices if "recompute" in line]

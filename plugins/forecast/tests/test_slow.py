@@ -36,7 +36,7 @@ def planned(tmp_path: Path, *, backend: str = "deepspeed", model: dict[str, Any]
     with (
         mock.patch("corerl.plan.make.resolve_device", return_value="cuda"),
         mock.patch("corerl.plan.make.has_bfloat16", return_value=True),
-        mock.patch("corerl.plan.make.device_memory", return_value=2**40),
+        mock.patch("corerl_forecast.extension.device_memory", return_value=2**40),
     ):
         return make_plan(config)
 

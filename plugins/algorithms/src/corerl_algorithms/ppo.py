@@ -17,13 +17,10 @@ from corerl.algorithms import (
     Objective,
     Problem,
     RoleKind,
-    at_last_token,
-    explained_variance,
-    gae,
-    whiten,
 )
 from corerl.config import at_least, between, option
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
+from corerl_algorithms.estimates import at_last_token, explained_variance, gae, whiten
 
 CRITIC = "critic"
 

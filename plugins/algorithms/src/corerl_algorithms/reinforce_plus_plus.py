@@ -15,15 +15,13 @@ from corerl.algorithms import (
     AlgorithmSpec,
     Clip,
     Problem,
-    at_last_token,
     broadcast,
     compared,
-    gae,
     group_advantages,
     sample_rewards,
-    whiten,
 )
 from corerl.types import FloatArray, SampleBatch
+from corerl_algorithms.estimates import at_last_token, gae, whiten
 
 
 class ReinforcePlusPlus(ActorOnly):

@@ -20,8 +20,6 @@ from corerl.plugin import (
     Kind,
     Level,
     Loaded,
-    kinds_of,
-    known_names,
     load,
     load_implementation,
     locate,
@@ -30,6 +28,7 @@ from corerl.plugin import (
 )
 from corerl_doctor.child import CheckStarted, Report
 from corerl_doctor.installation import PIP
+from corerl_doctor.listing import kinds_of, known_names
 from corerl_doctor.moved import replaced
 
 

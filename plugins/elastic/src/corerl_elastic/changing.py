@@ -147,7 +147,7 @@ def _differ(before: Plan, after: Plan, name: str) -> bool:
     def seen(plan: Plan) -> object:
         role = plan.processes.roles[name]
         assignments = [evolve(each, config=evolve(each.config, resume="")) for each in role.assignments]
-        return assignments, dict(role.environment), role.resources
+        return assignments, dict(role.environment)
 
     return seen(before) != seen(after)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
+import torch
 from attrs import evolve
 
 from corerl.config import ClusterInfo, Config
@@ -28,8 +29,8 @@ class Forecasting:
         from corerl_forecast.forecast import Forecaster  # only on GPUs: imports the models that transformers has
 
         forecaster = Forecaster(plan)
-        memory = forecaster.forecast()
-        choices = chosen(plan, {role for role in plan.processes.roles if memory.tight(role, there=plan.device_memory)})
+        memory, there = forecaster.forecast(), device_memory(plan.config)
+        choices = chosen(plan, {role for role in plan.processes.roles if memory.tight(role, there=there)})
         settings = settings_of(choices, plan.asked)
         lines = [
             f"{plan.asked.train_table_of(role)}.recompute: 'auto' is {choice!r} for the {role}"
@@ -40,8 +41,15 @@ class Forecasting:
         return PlanAnswer(
             settings=settings,
             notices=[*lines, *slow_paths(plan), *memory.lines(fullest=plan.starting)],
-            problems=list(forecaster.too_large(memory, there=plan.device_memory)) if plan.device_memory else (),
+            problems=list(forecaster.too_large(memory, there=there)) if there else (),
         )
+
+
+def device_memory(config: Config) -> int:
+    """Bytes of this machine's smallest GPU; 0 for a cluster, whose devices are not known yet."""
+    if config.cluster.address:
+        return 0
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ def slow_paths(plan: PlanReady) -> list[str]:
         found = [
             *slow_precision(own.cluster, asked=plan.asked.train_of(role).precision == "float32"),
             *own.backend.spec.slow(
-                role_options(plan.config, role, own.backend), own.cluster, size_of(plan.built[role])
+                role_options(plan.config, role, own.backend), own.cluster, size_of(plan.models[role].built)
             ),
         ]
         for each in found:

@@ -97,7 +97,7 @@ class Forecaster:
         objective = algorithm.objectives.get(role)
         passed = [output for each in algorithm.passes if each.role == role for output in each.columns.values()]
         train = evolve(plan.train, **changed)
-        hf, model, backend = self.plan.models[role], self.plan.built[role], plan.backend
+        hf, model, backend = self.plan.models[role].hf, self.plan.models[role].built, plan.backend
         if plan.cluster.lora is not None:
             model = meta_model(hf, value_head=plan.assignments[0].config.value_head, lora=plan.cluster.lora)
         longest = config.rollout.context_length or train.tokens_per_micro_batch
@@ -207,8 +207,8 @@ class Forecaster:
         """Bytes of the weights that engines get."""
         config = self.plan.config
         dtype = config.train_of(ACTOR).precision if config.weights.dtype == "model" else config.weights.dtype
-        of_tower = shapes_of_tower(self.plan.models[ACTOR]) if self._tower(ACTOR) else {}
-        count = size_of(self.plan.built[ACTOR]).total + sum(map(math.prod, of_tower.values()))
+        of_tower = shapes_of_tower(self.plan.models[ACTOR].hf) if self._tower(ACTOR) else {}
+        count = size_of(self.plan.models[ACTOR].built).total + sum(map(math.prod, of_tower.values()))
         return count * (4 if dtype == "float32" else 2)
 
     def _tower(self, role: str) -> Literal["", "frozen", "trained"]:

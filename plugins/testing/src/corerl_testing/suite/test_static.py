@@ -20,7 +20,7 @@ from corerl.config import ClusterInfo, structure
 from corerl.config.toml_text import to_plain
 from corerl.errors import Unsupported
 from corerl.messages import one_line
-from corerl.plugin import BackendSpec, Capability, Kind, Problem, Resources, load_implementation
+from corerl.plugin import BackendSpec, Capability, Kind, Problem, load_implementation
 from corerl.plugin.capabilities import check_capabilities
 from corerl.plugin.contract import backend_methods
 from corerl.plugin.host import HostedBackend
@@ -93,11 +93,11 @@ def test_what_the_spec_computes_is_pure(loaded: Loaded, cluster: ClusterInfo) ->
         spec = loaded.spec
         problems = list(spec.check(config, cluster))
         parts = 1 if problems else spec.data_parallel(config, cluster)
-        return [spec.environment(config, cluster), spec.resources(config, cluster), problems, parts]
+        return [spec.environment(config, cluster), problems, parts]
 
     before = state()
-    environment, resources, problems, parts = before_it = asked()
-    names = ("environment", "resources", "check", "data_parallel")
+    environment, problems, parts = before_it = asked()
+    names = ("environment", "check", "data_parallel")
     again = dict(zip(names, asked(), strict=True))
     require_equal("the spec's answer, asked twice,", again, dict(zip(names, before_it, strict=True)))
     places = ("os.environ", "sys.path", "the directory", "random's state", "the config")
@@ -108,10 +108,6 @@ def test_what_the_spec_computes_is_pure(loaded: Loaded, cluster: ClusterInfo) ->
         require(
             type(name) is str and type(value) is str, f"environment returned {name!r}: {value!r}, expected two strings"
         )
-    require(
-        isinstance(resources, Resources) and resources.cpus >= 0 and resources.gpus >= 0,
-        f"resources returned {resources!r}, expected Resources(cpus=..., gpus=...) of 0 or more",
-    )
     require(
         1 <= parts <= cluster.ranks and cluster.ranks % parts == 0,
         f"data_parallel returned {parts} for {cluster.ranks} rank(s), expected a number that divides them",

@@ -1,6 +1,7 @@
 """`corerl plugins [KIND] [--json]`: what is installed of every kind, and why some cannot run.
 
-`corerl options NAME [--kind KIND]`: every setting of a plugin as TOML with its default, ready to paste."""
+`corerl options NAME [--kind KIND]`: every setting of a plugin as TOML with its default, ready to paste; of a run's file
+all that it has."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from enum import StrEnum
 from typing import Any
 
-from attrs import asdict
+from attrs import asdict, frozen
 
-from corerl.config.toml_text import class_fields, comment, settings_with_help, toml_key, toml_value
-from corerl.errors import PluginBroken, PluginConflict, PluginNotFound, UserError
+from corerl.config import class_fields, load_config, toml_key, toml_value
+from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound, UserError
 from corerl.messages import did_you_mean, one_line, printable
-from corerl.plugin.registry import INSTALL_HINTS, Installed, Kind, Loaded, installed, kinds_of, known_names, load
+from corerl.plan import filled_in
+from corerl.plugin import API, INSTALL_HINTS, Kind, Loaded, installed_names, load, locate, scan
+from corerl_doctor.help_texts import comment, settings_with_help
 
 SELECTED_BY = {
     Kind.BACKENDS: "backend.name",
@@ -26,6 +30,75 @@ SELECTED_BY = {
     Kind.TRANSPORTS: "weights.transport",
     Kind.PICTURES: "model.pictures",
 }
+
+
+class Status(StrEnum):
+    OK = "ok"
+    BROKEN = "broken"
+    INCOMPATIBLE = "incompatible"
+    CONFLICT = "conflict"
+
+
+@frozen(kw_only=True)
+class Installed:
+    """An entry point that was found, and whether it can be used."""
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+    status: Status
+    reason: str = ""  # empty if the status is ok
+    api: tuple[int, int] | None = None  # None if the spec could not be loaded
+    summary: str = ""
+
+
+def installed(kind: Kind) -> list[Installed]:
+    """Every plugin of this kind on sys.path, sorted by name. Imports each spec; broken plugins are listed too."""
+    found = []
+    for entry in scan(kind):
+        status, reason, api, summary = Status.OK, "", None, ""
+        try:
+            spec = load(kind, f"{entry.distribution}:{entry.name}").spec
+            api, summary = spec.api, spec.summary
+            locate(kind, entry.name)
+        except PluginIncompatible as error:
+            status, api = Status.INCOMPATIBLE, error.api
+            reason = f"written for API {_dotted(error.api)}, but this corerl supports {_dotted(API)}"
+        except PluginBroken as error:
+            status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
+        except PluginConflict as error:
+            status, reason = Status.CONFLICT, error.message.partition(" is ")[2]
+        found.append(Installed(**asdict(entry), status=status, reason=reason, api=api, summary=summary))
+    return found
+
+
+def known_names(kind: Kind) -> list[str]:
+    """The names of the plugins of this kind that are installed, and of CoreRL's own that can be."""
+    return [*installed_names(kind), *INSTALL_HINTS[kind]]
+
+
+def kinds_of(name: str) -> list[Kind]:
+    """The kinds that have an installed or installable plugin of this name; of 'package.module:SPEC', the spec's."""
+    found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(each.is_named(name) for each in scan(kind))]
+    if found or ":" not in name:
+        return found
+    broken: list[PluginError] = []
+    for kind in Kind:
+        try:
+            load(kind, name)
+            found.append(kind)
+        except PluginNotFound:  # no module
+            return []
+        except PluginError as error:
+            broken.append(error)
+    if not found and (causes := [error for error in broken if error.__cause__ is not None]):
+        raise causes[0]
+    return found
+
+
+def _dotted(api: tuple[int, int]) -> str:
+    return ".".join(map(str, api))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,12 +151,19 @@ def _text(found: Sequence[Installed], missing: Mapping[str, str]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="of a backend, an engine, an extension, ...")
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="of a backend, an engine, an extension, ..., or a run's TOML file: all of its settings",
+    )
     parser.add_argument("--kind", metavar="KIND", help="needed if several plugins have this name: backend, engine, ...")
     parser.set_defaults(run=run_options)
 
 
 def run_options(args: argparse.Namespace) -> int:
+    if args.name.endswith(".toml"):
+        print("\n".join(settings_with_help(filled_in(load_config(args.name)))))
+        return 0
     nouns = {kind.noun: kind for kind in Kind}
     if args.kind and args.kind not in nouns:
         raise UserError(f"unknown kind {args.kind!r}; known: {', '.join(nouns)}{did_you_mean(args.kind, nouns)}")
