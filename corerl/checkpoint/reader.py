@@ -1,4 +1,4 @@
-"""Read a checkpoint box by box: each rank reads exactly its share, whatever parallelism wrote it."""
+"""Read a checkpoint box by box: each rank reads exactly its part, whatever parallelism wrote it."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ class CheckpointSource:
         return out
 
     def verify(self, *, rank: int, world_size: int) -> None:
-        """Read this rank's share of the boxes that were written, but for those that it has read whole before, and so
+        """Read this rank's part of the boxes that were written, but for those that it has read whole before, and so
         verified. Called by every rank once it has read what it needs: then each box has been verified by one, also
         where all ranks need only parts of it. Raises CheckpointDamaged."""
         numbers = [0] * self._writers
         for boxes in self._boxes.values():
             for writer, saved in boxes:
                 # With as many ranks as wrote, each has mostly read what it wrote itself.
-                sharing = range(writer % world_size, world_size, self._writers)
-                mine = sharing[numbers[writer] % len(sharing)] == rank
+                readers = range(writer % world_size, world_size, self._writers)
+                mine = readers[numbers[writer] % len(readers)] == rank
                 numbers[writer] += 1
                 if mine and (writer, saved.stored) in self._sums:
                     self._slice(writer, saved, (), whole=True)

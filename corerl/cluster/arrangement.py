@@ -24,7 +24,7 @@ class Placement:
         """The bundles of group `name`'s process whose first bundle is `place`."""
         return range(place, place + self.widths.get(name, 1))
 
-    def share(self, bundle: int) -> float:
+    def fraction(self, bundle: int) -> float:
         """The fraction of the bundle that each process on it gets."""
         return 1.0 / sum(bundle in self.taken(name, place) for name in self.places for place in self.places[name])
 

@@ -52,7 +52,7 @@ class Bundle:
 
 @frozen(eq=False)
 class Slot:
-    """The place of one process: a share of one bundle, or of several adjacent ones."""
+    """The place of one process: a fraction of one bundle, or of several adjacent ones."""
 
     bundles: tuple[Bundle, ...]
     cpus: float  # 0 if the process replaces one that still has the bundle
@@ -306,8 +306,8 @@ def _slot(
             f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
             "machines whose device count is a multiple of that, or fewer devices per process"
         )
-    share = placement.share(place) if requests else 0.0
-    cpus, gpus = placement.bundle["CPU"] * share, placement.bundle.get("GPU", 0.0) * share
+    fraction = placement.fraction(place) if requests else 0.0
+    cpus, gpus = placement.bundle["CPU"] * fraction, placement.bundle.get("GPU", 0.0) * fraction
     return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], forks)
 
 

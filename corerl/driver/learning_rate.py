@@ -13,17 +13,17 @@ class DecayStart:
 
     optimizer_step: int
     rollout_step: int
-    progress: float  # share of the decay that lies behind
+    progress: float  # fraction of the decay that lies behind
 
 
 def decayed(*, warmup_steps: int, step: int, total_steps: int, start: int, progress: float) -> float:
-    """The share of the decay at optimizer step `step`, from 0 to 1: it begins with the last step of the warm-up and
+    """The fraction of the decay at optimizer step `step`, from 0 to 1: it begins with the last step of the warm-up and
     ends with the last step, total_steps - 1. If the number of steps has changed on the way, it continues from
     `progress` at step `start`."""
     begin = max(warmup_steps - 1, start, 0)
     falling = total_steps - 1 - begin
-    share = min(max(step - begin, 0) / falling, 1.0) if falling > 0 else 0.0
-    return progress + (1.0 - progress) * share
+    fraction = min(max(step - begin, 0) / falling, 1.0) if falling > 0 else 0.0
+    return progress + (1.0 - progress) * fraction
 
 
 def learning_rate(

@@ -60,10 +60,10 @@ class Residency:
         measures: bool = False,
     ) -> Self:
         """Of processes that have started, whose roles `passed` run a forward pass before training."""
-        sharing = {name: groups[name] for name in processes.sharing}
-        frozen = {name for name, group in sharing.items() if group.plan.objective is None}
-        plan = residency_plan([*sharing], passed, frozen)
-        return cls(plan=plan, groups=sharing, fleet=fleet, progress=progress, measures=measures)
+        colocated = {name: groups[name] for name in processes.colocated}
+        frozen = {name for name, group in colocated.items() if group.plan.objective is None}
+        plan = residency_plan([*colocated], passed, frozen)
+        return cls(plan=plan, groups=colocated, fleet=fleet, progress=progress, measures=measures)
 
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;

@@ -19,7 +19,7 @@ from corerl.driver.progress import Progress
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
 from corerl.plan.residency import ACTOR_WEIGHTS
-from corerl.trainer.group import SharedBatch, TrainGroup
+from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
 
@@ -92,13 +92,13 @@ class Role:
 
     def start_training(
         self,
-        shared: SharedBatch,
+        batch: StoredBatch,
         plans: Sequence[StepPlan],
         rollout_step: int,
         *,
         scale_of_accumulated: float | None = None,
     ) -> list[Future[TrainResult]]:
-        """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
+        """Start these optimizer steps of the batch; returns once their samples are in the object store. Steps
         without loss tokens are skipped: momentum and decay would move the weights without a gradient. Where ranks have
         accumulated the first step's gradients already, `scale_of_accumulated` is what these are multiplied by."""
         assert self.loss is not None
@@ -110,14 +110,13 @@ class Role:
             if scale_of_accumulated is not None and not number:
                 started.append(self.group.optimizer_step(step, scale=scale_of_accumulated))
             else:
-                started.append(self.group.train(shared, plan, self.loss, step))
+                started.append(self.group.train(batch, plan, self.loss, step))
             self.next_optimizer_step += 1
         return started
 
     def start_forward(
         self,
-        shared: SharedBatch,
-        samples: SampleBatch,
+        batch: StoredBatch,
         outputs: tuple[Output, ...],
         *,
         snapshot: str = "",
@@ -127,13 +126,13 @@ class Role:
         except that experts are given for every token."""
 
         def masked(found: Mapping[Output, Array]) -> dict[Output, Array]:
-            mask = samples.columns["loss_mask"]
+            mask = batch.samples.columns["loss_mask"]
             return {
                 output: column if output is Output.ROUTED_EXPERTS else np.where(mask, column, np.float32(0.0))
                 for output, column in found.items()
             }
 
-        return self.group.forward(samples, outputs, shared=shared, snapshot=snapshot, replay=replay).then(masked)
+        return self.group.forward(batch, outputs, snapshot=snapshot, replay=replay).then(masked)
 
 
 @define(kw_only=True)

@@ -35,7 +35,7 @@ from corerl.plugin.events import RunFinished, RunRewound
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.recorded import ROLLOUTS, write_rollout
 from corerl.rollout.scored import ScoredRollout, postprocessed
-from corerl.trainer.group import SharedBatch, share
+from corerl.trainer.group import StoredBatch
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Run:
         self.residency.enter(COMPARE)
         with self.progress.phase("compare"):
             replay = self.plan.algorithm.settings.routing_replay == "engine"
-            passing = self.actor.start_forward(share(samples), samples, (Output.LOGPROBS,), replay=replay)
+            passing = self.actor.start_forward(StoredBatch(samples), (Output.LOGPROBS,), replay=replay)
             check.judge(samples, passing.result()[Output.LOGPROBS])
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
@@ -191,11 +191,10 @@ class Run:
         if not algorithm.passes:
             return samples
         self.residency.enter(FORWARD)
-        shared = share(samples)
+        stored = StoredBatch(samples)
         passing = {
             each: self.roles[each.role].start_forward(
-                shared,
-                samples,
+                stored,
                 tuple(each.columns.values()),
                 snapshot=each.snapshot,
                 replay=each.replay,
@@ -233,7 +232,7 @@ class Run:
             self.progress.notice(f"step {self.progress.steps_done} is skipped: none of its samples has a loss token")
             self._renew_reference()
             return {}
-        shared = share(samples)
+        stored = StoredBatch(samples)
         trained = [
             name
             for name, role in self.roles.items()
@@ -243,7 +242,7 @@ class Run:
         for stage, names in self.residency.turns(trained).items():
             self.residency.enter(stage)
             with self.progress.phase("train"):
-                steps = self._start_training(names, shared, batch)
+                steps = self._start_training(names, stored, batch)
                 for (name, _), result in wait_all(steps).items():
                     results[name].append(result)
         self._renew_reference()
@@ -253,7 +252,7 @@ class Run:
         self.reference.renew(self.progress.steps_done + 1, self.residency.enter)
 
     def _start_training(
-        self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch
+        self, names: Sequence[str], stored: StoredBatch, batch: TrainBatch
     ) -> dict[tuple[str, int], Future[TrainResult]]:
         """Start all optimizer steps of these roles; futures by role and number."""
         steps: dict[tuple[str, int], Future[TrainResult]] = {}
@@ -261,7 +260,7 @@ class Run:
             role = self.roles[name]
             plans = role.plan_steps(batch.samples, self.progress.steps_done)
             accumulated = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start_training(shared, plans, self.progress.steps_done, scale_of_accumulated=accumulated)
+            started = role.start_training(stored, plans, self.progress.steps_done, scale_of_accumulated=accumulated)
             for count, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),

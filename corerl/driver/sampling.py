@@ -36,7 +36,7 @@ from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Source
 
 in_scoring_thread = partial(in_thread, name="rollout scoring")  # for sources that score while the main thread trains
-STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls at once
+STREAMED_PARTS = 4  # of an engine's part of a batch, if it answers fewer calls at once
 
 
 def start_rewards(
@@ -60,16 +60,16 @@ def start_rewards(
 
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
-    """The most rows of several requests that an engine gets in one call: where steps are sampled ahead, an even share
+    """The most rows of several requests that an engine gets in one call: where steps are sampled ahead, an even part
     of a batch, so that its groups are not held up by those of later batches; where training begins with those that are
-    there, as few as let the calls that it answers at once hold its whole share of the batch."""
-    share = rollout.prompts / replicas
+    there, as few as let the calls that it answers at once hold its whole part of the batch."""
+    part = rollout.prompts / replicas
     match rollout.source:
         case "asynchronous":
-            prompts = math.floor(share / calls)
+            prompts = math.floor(part / calls)
         case "streamed":
             # All of them at once: an engine that batches by itself decodes few rows hardly faster than many.
-            prompts = math.ceil(share / max(calls, STREAMED_PARTS))
+            prompts = math.ceil(part / max(calls, STREAMED_PARTS))
         case _:
             return UNLIMITED
     return max(1, prompts) * rollout.samples

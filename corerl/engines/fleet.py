@@ -75,7 +75,7 @@ class Replica:
 class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that sampled it.
 
-    If a replica's process dies while sampling, the others sample its share with the same noise, so the samples are the
+    If a replica's process dies while sampling, the others sample its part with the same noise, so the samples are the
     same as the dead replica's would have been. If none is left, whoever samples waits until `replace` has put new
     processes in their place, and an update has brought weights; `until` reports that. The same holds for replicas that
     `resize` ends.
@@ -202,7 +202,7 @@ class EngineFleet:
         ended = dict.fromkeys(rows, 0)
 
         async def generate_on(replica: Replica, own: IntArray, over: Callable[[Replica], None]) -> Generation:
-            share = request.take_rows(own) if len(rows) > 1 else request
+            part = request.take_rows(own) if len(rows) > 1 else request
 
             def on_ended(done: int) -> None:
                 ended[replica] = done
@@ -210,21 +210,21 @@ class EngineFleet:
                     on_progress(sum(ended.values()), len(request))
 
             generated = await replica.batcher.generate(
-                share, number=number, on_ended=None if on_progress is None else on_ended
+                part, number=number, on_ended=None if on_progress is None else on_ended
             )
             over(replica)
             if generated is None:  # it died: others sample the same
-                return await self._divided(share, number, None, on_tokens)
-            on_ended(len(share) - int(generated.unfinished.sum()))
+                return await self._divided(part, number, None, on_tokens)
+            on_ended(len(part) - int(generated.unfinished.sum()))
             if len(self) > 1:
-                self._router.remember(replica, share, generated)
+                self._router.remember(replica, part, generated)
             if on_tokens is not None:
                 on_tokens(generated)
             if not generated.unfinished.any():
                 return generated
-            if share.params.scored:  # scores are of these prompts, and not of those that go on with a response
-                return await self._divided(share, number, None, on_tokens)
-            return append(share, generated, await self._divided(continued(share, generated), number, None, on_tokens))
+            if part.params.scored:  # scores are of these prompts, and not of those that go on with a response
+                return await self._divided(part, number, None, on_tokens)
+            return append(part, generated, await self._divided(continued(part, generated), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
         with self._router.in_progress({replica: len(own) for replica, own in rows.items()}) as over:

@@ -49,7 +49,7 @@ class ProcessPlan:
     roles: Mapping[str, RolePlan]  # the actor first
     engine: EnginePlan | None  # None if nothing is sampled
     separate_adapters: bool  # the engines hold the actor's adapters separately from its weights
-    sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
+    colocated: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
     transport: str  # for weight updates; as configured, where there are none
     transport_options: Mapping[str, Any]  # its own table, as plain data
@@ -118,7 +118,7 @@ def plan_processes(
         separate_adapters=separate_adapters(config),
         roles=roles,
         engine=engine_plan,
-        sharing=offloaded(config, device),
+        colocated=offloaded(config, device),
         placement=arrange(
             groups,
             own_devices=own,

@@ -61,8 +61,9 @@ from corerl.weights.transport import Address
 T = TypeVar("T")
 
 
-class SharedBatch:
-    """Samples that several verbs of one group or of several read. What they read alike is put once."""
+class StoredBatch:
+    """Samples that several verbs, of one group or of several, read from one copy in the object store of each node. Put
+    there when a verb needs it, and gone with this object."""
 
     def __init__(self, samples: SampleBatch) -> None:
         self.samples = samples
@@ -80,10 +81,8 @@ class SharedBatch:
         return self._pieces[key]
 
 
-def share(samples: SampleBatch) -> SharedBatch:
-    """The samples for several verbs, of any groups, which then read one copy in the object store of each node. It is
-    put there when a verb needs it, and gone with this object."""
-    return SharedBatch(samples)
+def _stored(samples: SampleBatch | StoredBatch) -> StoredBatch:
+    return samples if isinstance(samples, StoredBatch) else StoredBatch(samples)
 
 
 class TrainGroup:
@@ -246,24 +245,24 @@ class TrainGroup:
         return self.layouts[0].dp_size
 
     def train(
-        self, samples: SampleBatch | SharedBatch, plan: StepPlan, loss: LossSpec, step: Step
+        self, samples: SampleBatch | StoredBatch, plan: StepPlan, loss: LossSpec, step: Step
     ) -> Future[TrainResult]:
         """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `plan` assigns the
-        samples to dp ranks and micro-batches; several steps read one copy of what `corerl.share(samples)` gives.
+        samples to dp ranks and micro-batches; several steps read one copy of a `corerl.StoredBatch`.
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
         the step was applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam`
         is set and the backend does not have the capability `adam`, or samples have a column `targets` and it does not
         have that one; DataError for a target that is no id of the vocabulary."""
         self._require_step("train", step)
-        shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
-        self._require_targets("train", shared.samples)
+        stored = _stored(samples)
+        self._require_targets("train", stored.samples)
         self.changes += 1
-        pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
+        pending = self._start_reading("train", stored, stored.samples.columns, plan, loss, step, at=_at(step))
         return self._add(pending, partial(merge_train_results, role=self.role))
 
     def forward_backward(
         self,
-        samples: SampleBatch | SharedBatch,
+        samples: SampleBatch | StoredBatch,
         plan: StepPlan,
         loss: LossSpec,
         *,
@@ -276,12 +275,12 @@ class TrainGroup:
         nothing is saved, gradients stay awake, and `train` is refused: such a call ends the group with WrongState."""
         self._require_trained("forward_backward")
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
-        shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
-        self._require_targets("forward_backward", shared.samples)
-        columns = shared.samples.columns
-        pending = self._start_reading("forward_backward", shared, columns, plan, loss, wanted, last)
+        stored = _stored(samples)
+        self._require_targets("forward_backward", stored.samples)
+        columns = stored.samples.columns
+        pending = self._start_reading("forward_backward", stored, columns, plan, loss, wanted, last)
 
-        asked = partial(merge_gradients, outputs=wanted, batch=shared.samples, members=plan.members, role=self.role)
+        asked = partial(merge_gradients, outputs=wanted, batch=stored.samples, members=plan.members, role=self.role)
         return self._add(pending, asked)
 
     def optimizer_step(self, step: Step, *, scale: float = 1.0) -> Future[TrainResult]:
@@ -325,24 +324,24 @@ class TrainGroup:
 
     def forward(
         self,
-        samples: SampleBatch,
+        samples: SampleBatch | StoredBatch,
         outputs: Output | Sequence[Output],
         *,
-        shared: SharedBatch | None = None,
         snapshot: str = "",
         replay: bool = False,
     ) -> Future[dict[Output, Array]]:
-        """Pass the samples through the model without gradients, under `snapshot` ("": the weights as they
-        are); returns columns [N, ...] aligned with their tokens. `shared` is `corerl.share(samples)` if other calls
-        read them too. With `replay`, tokens are routed through the experts in the column `routed_experts`."""
+        """Pass the samples through the model without gradients, under `snapshot` ("": the weights as they are); returns
+        columns [N, ...] aligned with their tokens. With `replay`, tokens are routed through the experts in the column
+        `routed_experts`."""
+        stored = _stored(samples)
+        samples = stored.samples
         plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         columns = ["loss_mask", *([Output.ROUTED_EXPERTS.value] if replay else [])]
         if Output.LOGPROBS in wanted:
             self._require_targets("forward", samples)
             columns.append(TARGETS)
-        given = SharedBatch(samples) if shared is None else shared
-        pending = self._start_reading("forward", given, columns, plan, wanted, snapshot, replay)
+        pending = self._start_reading("forward", stored, columns, plan, wanted, snapshot, replay)
         return self._add(pending, partial(assemble_columns, outputs=wanted, batch=samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -460,9 +459,9 @@ class TrainGroup:
         return self._add(self._start(method, *args), _nothing)
 
     def _start_reading(
-        self, method: str, shared: SharedBatch, columns: Iterable[str], plan: StepPlan, *args: Any, at: str = ""
+        self, method: str, stored: StoredBatch, columns: Iterable[str], plan: StepPlan, *args: Any, at: str = ""
     ) -> Pending:
-        """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own share of
+        """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own shard of
         the plan. A single node reads one copy of all samples, which is put once for every step."""
         if self.processes.ended:
             self._calls.raise_unread()
@@ -471,9 +470,9 @@ class TrainGroup:
         for node, dp_rank in places:
             read[node].add(dp_rank)
         rows = {node: plan.rows(dp_ranks) if len(read) > 1 else None for node, dp_ranks in read.items()}
-        pieces = {node: shared.piece(rows[node], columns) for node in read}
-        shares = {(node, dp_rank): plan.share_of(dp_rank, rows[node]) for node, dp_rank in places}
-        arguments = [(pieces[place[0]], shares[place], *args) for place in places]
+        pieces = {node: stored.piece(rows[node], columns) for node in read}
+        shards = {(node, dp_rank): plan.shard_of(dp_rank, rows[node]) for node, dp_rank in places}
+        arguments = [(pieces[place[0]], shards[place], *args) for place in places]
         return self.processes.start_each(method, arguments, at=at)
 
     def _add(self, pending: Pending, merge: Callable[[list[Any]], T]) -> Future[T]:

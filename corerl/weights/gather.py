@@ -18,16 +18,16 @@ from corerl.weights.manifest import Bucket
 Shape: TypeAlias = tuple[int, ...]
 NamedBox: TypeAlias = tuple[str, Shape, Box]  # a tensor's name and whole shape, and a box of it
 
-# If all ranks receive, and padding all shares to equal size would take more than this many buckets of memory (as with
-# pipeline stages, where one rank holds the whole bucket), the shares are broadcast one by one, without padding.
+# If all ranks receive, and padding all parts to equal size would take more than this many buckets of memory (as with
+# pipeline stages, where one rank holds the whole bucket), the parts are broadcast one by one, without padding.
 PADDED_BUCKETS = 2
 
 
 @frozen
 class Piece:
-    """One box of a bucket: its place in its rank's share, and its place in the bucket."""
+    """One box of a bucket: its place in its rank's part, and its place in the bucket."""
 
-    start: int  # [start, stop) of the rank's share, in elements
+    start: int  # [start, stop) of the rank's part, in elements
     stop: int
     sizes: Shape
     entry_start: int  # its tensor is [entry_start, entry_stop) of the bucket
@@ -45,7 +45,7 @@ class BucketLayout:
     """How one bucket is gathered; equal on all ranks except for `own`."""
 
     pieces: list[list[Piece]]  # by rank
-    lengths: list[int]  # elements of each rank's share
+    lengths: list[int]  # elements of each rank's part
     own: list[int]  # this rank's pieces, as positions in the chunks that the plan was built from
 
 
@@ -120,14 +120,14 @@ class GatherPlan:
             out = torch.empty(bucket.numel, dtype=dtype, device=device)
         with torch.no_grad():
             if self._all_whole:
-                shares = [self._own(layout, chunks) if pieces else [] for pieces in layout.pieces]
+                parts = [self._own(layout, chunks) if pieces else [] for pieces in layout.pieces]
             elif root is None:
-                shares = self._to_all(layout, bucket, chunks, dtype, device)
+                parts = self._to_all(layout, bucket, chunks, dtype, device)
             else:
-                shares = self._to_root(layout, chunks, root, dtype, device)
+                parts = self._to_root(layout, chunks, root, dtype, device)
             if out is not None:
-                for pieces, share in zip(layout.pieces, shares, strict=True):
-                    for piece, values in zip(pieces, share, strict=True):
+                for pieces, part in zip(layout.pieces, parts, strict=True):
+                    for piece, values in zip(pieces, part, strict=True):
                         piece.place(values, out)
         return out
 
@@ -166,26 +166,26 @@ class GatherPlan:
         self, layout: BucketLayout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """This rank's boxes, cast and concatenated into [numel]; the tail may be padding."""
-        share = self.memory("share", numel, dtype, device)
+        part = self.memory("part", numel, dtype, device)
         for piece, values in zip(layout.pieces[self._rank], self._own(layout, chunks), strict=True):
-            share[piece.start : piece.stop].view(piece.sizes).copy_(values)
-        return share
+            part[piece.start : piece.stop].view(piece.sizes).copy_(values)
+        return part
 
     def _to_root(
         self, layout: BucketLayout, chunks: Sequence[Chunk], root: int, dtype: torch.dtype, device: torch.device
     ) -> list[list[torch.Tensor]]:
-        """All ranks' pieces, on `root`: its own directly, the others' received as shares of their own lengths."""
+        """All ranks' pieces, on `root`: its own directly, the others' received as parts of their own lengths."""
         if root != self._rank:
             if length := layout.lengths[self._rank]:
-                share = self._packed(layout, chunks, length, dtype, device)
-                _exchange([dist.P2POp(dist.isend, share, group=self._group, group_peer=root)])
+                part = self._packed(layout, chunks, length, dtype, device)
+                _exchange([dist.P2POp(dist.isend, part, group=self._group, group_peer=root)])
             return []
         others = {
             rank: self.memory(f"from {rank}", length, dtype, device)
             for rank, length in enumerate(layout.lengths)
             if length and rank != root
         }
-        _exchange([dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank) for rank, share in others.items()])
+        _exchange([dist.P2POp(dist.irecv, part, group=self._group, group_peer=rank) for rank, part in others.items()])
         return [
             self._own(layout, chunks) if rank == root else _cut(pieces, others[rank]) if pieces else []
             for rank, pieces in enumerate(layout.pieces)
@@ -194,32 +194,32 @@ class GatherPlan:
     def _to_all(
         self, layout: BucketLayout, bucket: Bucket, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device
     ) -> list[list[torch.Tensor]]:
-        """All ranks' pieces, on every rank: via one all-gather of shares padded to the longest, or via broadcasts."""
+        """All ranks' pieces, on every rank: via one all-gather of parts padded to the longest, or via broadcasts."""
         longest, world = max(layout.lengths), len(layout.lengths)
         if longest * world <= PADDED_BUCKETS * bucket.numel:
-            share = self._packed(layout, chunks, longest, dtype, device)
+            part = self._packed(layout, chunks, longest, dtype, device)
             received = self.memory("received", world * longest, dtype, device)
             # torch 2.13 deprecates all_gather_into_tensor in favor of a name that 2.11 lacks.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            all_gather(received, share, group=self._group)
-            shares = list(received.split(longest))
+            all_gather(received, part, group=self._group)
+            parts = list(received.split(longest))
         else:
-            shares = [
+            parts = [
                 self._packed(layout, chunks, length, dtype, device)
                 if rank == self._rank
                 else self.memory(f"from {rank}", length, dtype, device)
                 for rank, length in enumerate(layout.lengths)
             ]
-            for rank, share in enumerate(shares):
-                if share.numel():
-                    dist.broadcast(share, group=self._group, group_src=rank)
-        return [_cut(pieces, share) for pieces, share in zip(layout.pieces, shares, strict=True)]
+            for rank, part in enumerate(parts):
+                if part.numel():
+                    dist.broadcast(part, group=self._group, group_src=rank)
+        return [_cut(pieces, part) for pieces, part in zip(layout.pieces, parts, strict=True)]
 
 
 def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
     """The first rank of each tensor's pipeline stage. `held` are the tensors of which each rank has any part or copy;
-    ranks that share one, directly or through other ranks, form a stage. The first stage is sent by rank 0, whatever
-    that holds. Pipeline stages with tied embeddings share that tensor, and count as one stage.
+    ranks that have one, directly or through other ranks, form a stage. The first stage is sent by rank 0, whatever
+    that holds. Pipeline stages with tied embeddings have that tensor, and count as one stage.
     """
     stages: list[tuple[int, set[str]]] = []
     for rank, names in enumerate(held):
@@ -230,9 +230,9 @@ def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
     return {name: 0 if first == very_first else first for first, names in stages for name in names}
 
 
-def _cut(pieces: Sequence[Piece], share: torch.Tensor) -> list[torch.Tensor]:
-    """Split a share into its boxes, each [*piece.sizes]."""
-    return [share[piece.start : piece.stop].view(piece.sizes) for piece in pieces]
+def _cut(pieces: Sequence[Piece], part: torch.Tensor) -> list[torch.Tensor]:
+    """Split a part into its boxes, each [*piece.sizes]."""
+    return [part[piece.start : piece.stop].view(piece.sizes) for piece in pieces]
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:

@@ -33,13 +33,12 @@ from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
 from corerl.rollout.source import Policies
-from corerl.trainer.group import SharedBatch, TrainGroup
+from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import (
     LossSpec,
     MemoryKind,
     Output,
     ParallelLayout,
-    SampleBatch,
     SleepResult,
     Step,
     TrainResult,
@@ -166,17 +165,18 @@ class Group:
             raise self.failure
 
     def forward(
-        self, samples: SampleBatch, outputs: tuple[Output, ...], *, shared: Any, snapshot: str, replay: bool
+        self, batch: StoredBatch, outputs: tuple[Output, ...], *, snapshot: str, replay: bool
     ) -> Future[dict[Output, Any]]:
         self.passes.append((outputs, snapshot, replay))
         value = {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if snapshot == REFERENCE else -1.0}[outputs[0]]
-        columns: dict[Output, Any] = {output: np.full(len(samples.tokens), value, np.float32) for output in outputs}
+        tokens = len(batch.samples.tokens)
+        columns: dict[Output, Any] = {output: np.full(tokens, value, np.float32) for output in outputs}
         return Future(self, self.ready, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
 
     plan_steps: Any = TrainGroup.plan_steps
     _require_trained: Any = TrainGroup._require_trained
 
-    def train(self, shared: SharedBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
+    def train(self, batch: StoredBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)
 
         def wait() -> TrainResult:
@@ -274,7 +274,7 @@ def staying() -> Residency:
     return Residency(progress=progress())
 
 
-def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: Group | None = None) -> Residency:
+def colocated(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: Group | None = None) -> Residency:
     """The ranks of these roles take turns with the engines in the memory of their devices; they are awake."""
     return Residency(
         plan=residency_plan(list(groups), passed),

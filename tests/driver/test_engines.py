@@ -20,7 +20,7 @@ from corerl.types import LossSpec, Output, SampleBatch, Step
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl_testing.models import tiny_fields
-from tests.driver.fakes import Ears, Group, Source, make_engines, sharing, told
+from tests.driver.fakes import Ears, Group, Source, colocated, make_engines, told
 from tests.driver.saved import make_config
 from tests.engines.services import request_of
 from tests.in_process import without_ray
@@ -253,7 +253,7 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
 
 def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     both = Group()
-    residency = sharing({"actor": both}, fleet=both)
+    residency = colocated({"actor": both}, fleet=both)
     engines = make_engines(make_config(), both, both, residency=residency)
     residency.enter(SAMPLE)
     both.any_dead = True
@@ -402,7 +402,7 @@ def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet) -> Non
 def test_interrupted_rows_go_on_after_the_next_push() -> None:
     with without_ray(), Engines.start(OWN) as engines:
         shared: Any = {"actor": engines.group}
-        engines.residency = sharing(shared, fleet=engines.fleet)  # type: ignore[arg-type]
+        engines.residency = colocated(shared, fleet=engines.fleet)  # type: ignore[arg-type]
         engines.push()
         request = prompts([3, 4])
         waiting = engines.begin(evolve(request, params=evolve(request.params, max_tokens=MANY)))

@@ -41,11 +41,11 @@ from tests.driver.fakes import (
     Ears,
     Group,
     Source,
+    colocated,
     make_engines,
     plan_of,
     progress,
     role,
-    sharing,
     staying,
     told,
 )
@@ -321,7 +321,7 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
 def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., Run]) -> None:
     both = Group()  # one log of ranks and engines, so that the order between the two shows
     config = make_config(algorithm={"old_logprobs": "recompute"}, checkpoint={"every": 1})
-    residency = sharing({"actor": both}, passed=["actor"], fleet=both)
+    residency = colocated({"actor": both}, passed=["actor"], fleet=both)
     updates = make_engines(config, both, both, residency=residency, version=4)
     saves = Files(-1)
     run = make_run(

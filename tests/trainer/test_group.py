@@ -25,7 +25,7 @@ from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin import FULL, Capability
 from corerl.trainer import group as group_module
-from corerl.trainer.group import TrainGroup, share
+from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import (
     AdamSettings,
     ForwardResult,
@@ -317,7 +317,7 @@ def test_gradients_are_summed_and_outputs_are_columns() -> None:
     assert found.outputs[Output.LOGPROBS].tolist() == np.where(passed, batch.tokens, 0).tolist()
     ((verb, *given),) = processes.calls
     assert verb == "forward_backward" and [each[2:] for each in given] == [(LOSS, LOGPROBS, False)] * 2
-    assert [read_by(each) for each in given] == [read_by((batch, PART.share_of(rank))) for rank in range(2)]
+    assert [read_by(each) for each in given] == [read_by((batch, PART.shard_of(rank))) for rank in range(2)]
 
     group, processes = group_with(forward_backward=[evolve(each, outputs=None) for each in results])
     assert group.forward_backward(batch, PART, LOSS, last=True).result().outputs == {}
@@ -418,12 +418,12 @@ def test_a_node_gets_the_samples_of_its_dp_ranks(layouts: list[ParallelLayout], 
     dp_size = layouts[0].dp_size
     group, processes = group_with(*layouts, train=[TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)] * 4)
     processes.nodes = nodes
-    both, plan = share(batch), training_plan(batch, dp_size)
+    both, plan = StoredBatch(batch), training_plan(batch, dp_size)
     group.train(both, plan, LOSS, STEP).result()
     group.train(both, plan, LOSS, STEP).result()
     (_, *first), (_, *second) = processes.calls
     for at, node, given, again in zip(layouts, nodes, first, second, strict=True):
-        assert read_by(given) == read_by((batch, plan.share_of(at.dp_rank)))
+        assert read_by(given) == read_by((batch, plan.shard_of(at.dp_rank)))
         assert again[0] is given[0]  # put once
         beside = {other.dp_rank for other, where in zip(layouts, nodes, strict=True) if where == node}
         wanted = range(8) if len(set(nodes)) == 1 else plan.rows(beside).tolist()

@@ -36,6 +36,11 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         ),
         "corerl.models:dtensor_boxes": "corerl_fsdp, in whose module `boxes` it is",
         "corerl.weights:Digest": "corerl.weights: digest(flat), which does not synchronize",
+        "corerl:share": "corerl: StoredBatch(samples), which `forward` takes like the other verbs",
+        "`shared` of `MicroBatch`, and `PackedSequences.sharing`": "`prefix_lengths`, and `with_prefixes`",
+        '`roles.critic.devices = "shared"`, and of other roles': '`"colocated"`',
+        "the metrics `rollout/staleness_share/S` and `moe/largest_share`": "they end in `_fraction`",
+        "corerl_testing:exact_share": "corerl_testing: exact_fraction",
         "`samples` of `MicroBatch` and `ForwardResult`": "their `rows`",
         "`weights`, a snapshot's name, of `ForwardPass`, `TrainGroup.forward` and `TrainGroup.update_weights`": (
             "their `snapshot`"
