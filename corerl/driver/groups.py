@@ -104,19 +104,17 @@ class Groups:
             role.group.processes.kill()
         self.residency.make_room()
 
-    def start_ranks(self, checkpoint: Path | None) -> int:
+    def start_ranks(self, checkpoint: Path | None) -> None:
         """Start the ranks of all roles by the plan, from a checkpoint or with the initial weights, where others have
-        ended. Returns the version of the actor's weights."""
+        ended."""
         plans = self.plan.processes.roles
         starting = {}
         for name, role in self.roles.items():
             saved = "" if checkpoint is None or role.loss is None else str(checkpoint / name)
             starting[name] = role.group.restart(saved, plans[name], self.pool[name])
-        started = wait_all(starting)
-        for name, init in started.items():
+        for name, init in wait_all(starting).items():
             self.roles[name].next_optimizer_step = init.optimizer_step
         self.residency.ranks_changed(self.roles)
-        return started[ACTOR].weights_version
 
     # ---- another plan -----------------------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ from corerl.plan.resume import Start
 from corerl.plugin.events import RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.source import Policies
 
 
 @contextlib.contextmanager
@@ -177,8 +176,6 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             address_of=groups.update_address,
             separate_adapters=plan.processes.separate_adapters,
-            # The first weights are sent as the version that they had.
-            policies=Policies(version=started.inits[ACTOR].weights_version - 1),
             residency=residency,
             on_death=partial(groups.failed, ranks=False),
             progress=progress,

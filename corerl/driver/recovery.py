@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Saves
@@ -25,7 +25,6 @@ class RestartPoint:
     checkpoint: Path | None  # None: the weights that the run started with
     state: Mapping[str, Any]  # the driver's, in the checkpoint
     in_memory: bool = False
-    version: int = 0  # of the actor's weights in it
 
     @property
     def step(self) -> int:
@@ -94,12 +93,12 @@ class Recovery:
             groups.failed(error.message, ranks=True)
             point = self._newest()  # not before: ranks on other machines cannot read what is in memory here
             progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
-            version = groups.start_ranks(point.checkpoint)
+            groups.start_ranks(point.checkpoint)
         disk, memory = self.saves.disk, self.saves.memory
         disk.forget(point.step if point.checkpoint == disk.newest else -1)
         if memory is not None:
             memory.forget(-1)
-        return evolve(point, version=version)
+        return point
 
     def _replayed(self, point: RestartPoint) -> str:
         first, last = point.step, self.groups.step - 1  # a checkpoint of step 2 has steps 0 and 1

@@ -16,7 +16,7 @@ from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.engines import Engines
 from corerl.driver.groups import Groups
-from corerl.driver.logprob_check import LogprobCheck
+from corerl.driver.logprob_check import LogprobCheck, spread_over
 from corerl.driver.metrics import StepReports, staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
@@ -25,7 +25,6 @@ from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Evaluations, Sampling
 from corerl.driver.streamed_step import StreamedStep
-from corerl.engines.fleet import EngineFleet
 from corerl.errors import WorkerDied
 from corerl.pictures import PICTURES
 from corerl.plan.plan import Plan
@@ -69,7 +68,6 @@ class Run:
     recovery: Recovery
     groups: Groups
 
-    _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -167,16 +165,16 @@ class Run:
         """Everything the losses read, computed by the models before the batch's first optimizer step. Raises
         LogprobMismatch if a check of log-probs is due, and trainer and engines compute different ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
-        check = self.logprob_check
-        if check is not None and check.due and self._pushed_at == self.actor.next_optimizer_step:  # engines hold these
-            fresh = check.choose(samples)
+        check, engines = self.logprob_check, self.engines
+        if check is not None and engines is not None and check.due and engines.up_to_date:
+            fresh = spread_over(samples, since=engines.policies.since)  # none where sources sample ahead
             self._compare(check, fresh if len(fresh) else self._wait_replacing_engines(check.sample()))
         samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
-        if self.engines is not None:
-            batch = evolve(batch, metrics={**staleness_metrics(samples, self.engines.policies), **batch.metrics})
+        if engines is not None:
+            batch = evolve(batch, metrics={**staleness_metrics(samples, engines.policies), **batch.metrics})
         return batch
 
     def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
@@ -282,13 +280,14 @@ class Run:
     def _restore(self, point: RestartPoint) -> None:
         """Go on from a checkpoint, with which the ranks have restarted."""
         self.sampling.source.close()
-        self._streamed, self._pushed_at = None, None
+        self._streamed = None
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
         self.reference.begin(resumed=bool(point.state))
         self.sampling.restart(point.state, point.checkpoint)
         if self.engines is not None:
-            self.sampling.source.renumber(self.engines.policies.version + 1 - point.version)
+            self.engines.changes_sent = None
+            self.sampling.source.renumber(self.engines.version + 1 - self.actor.group.loaded_version)
             self.sampling.loop.run(self.engines.fleet.reset())
         self.update_engines()
         self.evaluate()
@@ -304,6 +303,8 @@ class Run:
             self.residency.enter(ACTOR_WEIGHTS)
             self.reference.begin(resumed=True)
         if changed and self.engines is not None:
+            if ACTOR in changed:  # the weights of now, which engines have, are on other ranks
+                self.engines.changes_sent = self.actor.group.changes
             self.engines.new_rendezvous()
             self.push_weights()
 
@@ -313,14 +314,12 @@ class Run:
         """Update all engines to the actor's weights. Raises WeightUpdateError if an engine cannot be updated.
 
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
-        if self.engines is None or not self._push_due(self.engines.fleet):
+        if self.engines is None or not self._push_due(self.engines):
             return
-        new = self._pushed_at != self.actor.next_optimizer_step
-        source = self.sampling.source
-        self.engines.update(source.updating if source.overlaps else None, new=new)
-        if self.logprob_check is not None:
-            self.logprob_check.pushed(self.engines.policies.version, new=new)
-        self._pushed_at = self.actor.next_optimizer_step
+        source, new = self.sampling.source, not self.engines.up_to_date
+        self.engines.update(source.updating if source.overlaps else None)
+        if new and self.logprob_check is not None:
+            self.logprob_check.policy_sent()
 
     def update_engines(self) -> None:
         """Push weights outside of a step. Engines that are new or have lost their weights make a push due whatever the
@@ -328,13 +327,12 @@ class Run:
         self.push_weights()
         self.sleep_ranks()
 
-    def _push_due(self, fleet: EngineFleet) -> bool:
+    def _push_due(self, engines: Engines) -> bool:
         # Engines that slept, or are new, hold no weights; without any, no engine samples.
-        if self._pushed_at is None or not fleet.all_serve:
+        if engines.changes_sent is None or not engines.fleet.all_serve:
             return True
-        every = self.plan.weights.every
-        due = self.progress.steps_done % every == 0 or self.evaluations.any_due
-        return due and self._pushed_at != self.actor.next_optimizer_step
+        due = self.progress.steps_done % self.plan.weights.every == 0 or self.evaluations.any_due
+        return due and not engines.up_to_date
 
     def sleep_ranks(self) -> None:
         """After the last verb that uses ranks: if they share devices with engines (else nothing happens), they sleep

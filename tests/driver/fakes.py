@@ -32,7 +32,6 @@ from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
-from corerl.rollout.source import Policies
 from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import (
     LossSpec,
@@ -178,6 +177,7 @@ class Group:
 
     def train(self, batch: StoredBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)
+        self.changes += 1
 
         def wait() -> TrainResult:
             self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
@@ -284,10 +284,13 @@ def colocated(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet:
     )
 
 
-def make_engines(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> Engines:
+def make_engines(
+    config: Config, actor: Group, fleet: Group, ears: Ears | None = None, *, version: int = 0, **parts: Any
+) -> Engines:
+    """`version`: of the weights that the actor's ranks have loaded."""
+    actor.loaded_version = version
     given = {
         "address_of": lambda: Address(transport="ipc", engines=fleet.names),
-        "policies": Policies(version=parts.pop("version", 0) - 1),
         "residency": staying(),
         "on_death": lambda reasons: None,
         "progress": progress(ears),

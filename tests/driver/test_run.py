@@ -34,6 +34,7 @@ from corerl.rollout.evaluation import EvalSet, Evaluation
 from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.source import Policies
 from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
@@ -302,7 +303,7 @@ def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Calla
             before = len(actor.log)
             run.push_weights()
             pushed += [run.progress.steps_done] if len(actor.log) > before else []
-            run.actor.next_optimizer_step += 1
+            actor.changes += 1
         assert pushed == expected
 
 
@@ -357,13 +358,9 @@ class Judging:
 
     due = True
 
-    def __init__(self, chosen: SampleBatch) -> None:
-        self.chosen = chosen
+    def __init__(self) -> None:
         self.sampled = batch().with_row_columns(group=np.array([7, 7]))
         self.judged: list[SampleBatch] = []
-
-    def choose(self, samples: SampleBatch) -> SampleBatch:
-        return self.chosen
 
     async def sample(self) -> SampleBatch:
         return self.sampled
@@ -373,24 +370,25 @@ class Judging:
         self.judged.append(samples)
 
 
+def engines_with(policies: Policies) -> Any:
+    return SimpleNamespace(policies=policies, up_to_date=True, serve=lambda work, update: asyncio.run(work))
+
+
 def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run]) -> None:
-    some, none = batch(), batch().take_rows(np.zeros(0, np.int64))
-    for chosen in (some, none):
-        check = Judging(chosen)
-        make_run(make_config(), logprob_check=check, pushed_at=0).prepare(scored())
+    for policies, groups in ((Policies(version=3, repeats=(3,)), [0, 0]), (Policies(version=4), [7, 7])):
+        check, engines = Judging(), engines_with(policies)
+        make_run(make_config(), logprob_check=check, engines=engines).prepare(scored())
         (judged,) = check.judged
-        assert (
-            judged.row_columns["group"].tolist()
-            == (some if len(chosen) else check.sampled).row_columns["group"].tolist()
-        )
-        make_run(make_config(), logprob_check=check, pushed_at=3).prepare(scored())  # engines hold other weights
+        assert judged.row_columns["group"].tolist() == groups  # those of the batch, or others if all are older
+        engines.up_to_date = False  # engines hold other weights
+        make_run(make_config(), logprob_check=check, engines=engines).prepare(scored())
         assert len(check.judged) == 1
 
 
 def test_samples_are_compared_by_the_experts_that_training_replays(make_run: Callable[..., Run]) -> None:
     actor, given = Group(), with_experts()
-    check, config = Judging(given.rollout.batch), make_config(algorithm={"routing_replay": "engine"})
-    make_run(config, actor=actor, logprob_check=check, pushed_at=0).prepare(given)
+    check, config = Judging(), make_config(algorithm={"routing_replay": "engine"})
+    make_run(config, actor=actor, logprob_check=check, engines=engines_with(Policies(version=3))).prepare(given)
     assert actor.passes == [((Output.LOGPROBS,), "", True)] and len(check.judged) == 1
 
 
