@@ -68,8 +68,6 @@ class Run:
     recovery: Recovery
     groups: Groups
 
-    _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
-
     # ---- state ------------------------------------------------------------------------------------------------------
 
     @property
@@ -93,16 +91,23 @@ class Run:
     def actor(self) -> Role:
         return self.roles[ACTOR]
 
+    @property
+    def _trained(self) -> list[str]:
+        """The roles that are trained on this step."""
+        step = self.progress.steps_done
+        return [name for name, role in self.roles.items() if role.loss is not None and step >= role.first_step]
+
     # ---- samples ----------------------------------------------------------------------------------------------------
 
-    def batches(self) -> Iterator[ScoredRollout]:
-        """The rollout steps still to do, each when it is wanted: saved if the run keeps them, and postprocessed. Of a
-        source that streams, the ranks have already accumulated gradients of a step's first prompts by then."""
+    def batches(self) -> Iterator[tuple[ScoredRollout, StreamedStep | None]]:
+        """The rollout steps still to do, each when it is wanted: saved if the run keeps them, and postprocessed. With a
+        source that streams comes what the ranks have done by then with prompts that arrived before the others."""
         rollout = self.plan.rollout
         while True:
-            scored = None
+            scored, streamed = None, None
             with self.rewinding_if_ranks_die() as deaths:
-                scored = self._next_or_accumulate()
+                streamed = self._accumulated()
+                scored = self._wait_replacing_engines(self.sampling.source.next())
             if deaths:
                 continue
             if scored is None:
@@ -111,25 +116,22 @@ class Run:
                 write_rollout(self.run_dir / ROLLOUTS, scored)
             if rollout.postprocess is not None:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
-            yield scored
+            yield scored, streamed
 
-    def _next_or_accumulate(self) -> ScoredRollout | None:
-        """The next rollout step. If its prompts come one by one, as of a source that streams, the ranks have already
-        accumulated gradients of the first ones."""
-        self._streamed = None  # that of the step before
+    def _accumulated(self) -> StreamedStep | None:
+        """The gradients of the next step's prompts, which arrive one by one; None if they come together."""
+        streamed = None
         while arrived := self._wait_replacing_engines(self.sampling.source.arrived()):
-            if self._streamed is None:
-                trains = self.actor.loss is not None and self.progress.steps_done >= self.actor.first_step
-                self._streamed = StreamedStep(
-                    step=self.progress.steps_done,
-                    trained=self.actor if trains else None,
-                    with_logprobs=self.with_logprobs,
-                    with_advantages=self.advantages_of,
-                    progress=self.progress,
-                )
-            self._streamed.add(arrived)
+            streamed = streamed or StreamedStep(
+                step=self.progress.steps_done,
+                trained=self.actor if ACTOR in self._trained else None,
+                with_logprobs=self.with_logprobs,
+                with_advantages=self.advantages_of,
+                progress=self.progress,
+            )
+            streamed.add(arrived)
             self.progress.begin("rollout")
-        return self._wait_replacing_engines(self.sampling.source.next())
+        return streamed
 
     def _wait_replacing_engines(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
@@ -161,16 +163,19 @@ class Run:
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
-    def prepare(self, scored: ScoredRollout) -> TrainBatch:
-        """Everything the losses read, computed by the models before the batch's first optimizer step. Raises
-        LogprobMismatch if a check of log-probs is due, and trainer and engines compute different ones."""
+    def prepare(self, scored: ScoredRollout, streamed: StreamedStep | None = None) -> TrainBatch:
+        """Everything the losses read, computed by the models before the batch's first optimizer step, unless that is
+        `streamed`. Raises LogprobMismatch if a check of log-probs is due, and trainer and engines compute different
+        ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
         check, engines = self.logprob_check, self.engines
         if check is not None and engines is not None and check.due and engines.up_to_date:
             fresh = spread_over(samples, since=engines.policies.since)  # none where sources sample ahead
             self._compare(check, fresh if len(fresh) else self._wait_replacing_engines(check.sample()))
-        samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
+        samples = self.with_logprobs(samples) if streamed is None else streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
+        if streamed is not None:
+            batch = evolve(batch, scale_of_accumulated=streamed.scale)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if engines is not None:
@@ -231,13 +236,8 @@ class Run:
             self._renew_reference()
             return {}
         stored = StoredBatch(samples)
-        trained = [
-            name
-            for name, role in self.roles.items()
-            if role.loss is not None and self.progress.steps_done >= role.first_step
-        ]
-        results: dict[str, list[TrainResult]] = {name: [] for name in trained}
-        for stage, names in self.residency.turns(trained).items():
+        results: dict[str, list[TrainResult]] = {name: [] for name in self._trained}
+        for stage, names in self.residency.turns([*results]).items():
             self.residency.enter(stage)
             with self.progress.phase("train"):
                 steps = self._start_training(names, stored, batch)
@@ -257,8 +257,8 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan_steps(batch.samples, self.progress.steps_done)
-            accumulated = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start_training(stored, plans, self.progress.steps_done, scale_of_accumulated=accumulated)
+            scale = batch.scale_of_accumulated if name == ACTOR else None
+            started = role.start_training(stored, plans, self.progress.steps_done, scale_of_accumulated=scale)
             for count, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -280,7 +280,6 @@ class Run:
     def _restore(self, point: RestartPoint) -> None:
         """Go on from a checkpoint, with which the ranks have restarted."""
         self.sampling.source.close()
-        self._streamed = None
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
         self.reference.begin(resumed=bool(point.state))

@@ -267,7 +267,7 @@ def test_saved_batches_are_not_postprocessed(
     plan = evolve(plan, rollout=evolve(plan.rollout, postprocess=halve))
     batches = make_run(make_config(), plan=plan, source=Two()).batches()
     for step in range(2):
-        batch = next(batches)
+        batch, _ = next(batches)
         assert (batch.step, batch.rewards.tolist()) == (step, [0.5, 0.0])
         files = saved_rollouts(tmp_path) if kept else []
         assert len(files) == min(kept, step + 1)  # written before anything is made of it
@@ -282,7 +282,7 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
     run = make_run(make_config(), actor=actor, engines=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
     engines.die()
-    (batch,) = run.batches()
+    ((batch, _),) = run.batches()
     columns = batch.rollout.batch.columns
     assert set(columns["versions"][columns["loss_mask"]]) == {1}
     assert actor.log == ["send 0", "send 1"]
