@@ -19,7 +19,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, InsufficientResources, WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders_on
+from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, ranks_on
 from corerl.plugin.hooks import ProcessFailure
 from corerl.plugin.registry import INSTALL_HINTS, Kind
 from corerl.plugin.spec import ACTOR
@@ -39,7 +39,7 @@ class Groups:
     residency: Residency
     progress: Progress
     stop: StopRequest
-    # The plan's processes, with the senders of weights where engines are now.
+    # The plan's processes, with the ranks on the engines' devices of now.
     _placed: ProcessPlan = field(default=Factory(lambda self: self.plan.processes, takes_self=True))
     # While extensions are asked between steps: completes a checkpoint of this step, from which ranks can restart.
     save: Callable[[], Path] | None = None
@@ -120,7 +120,7 @@ class Groups:
 
     def follow(self, plan: Plan, slots: Mapping[str, Sequence[Slot]]) -> None:
         """Note that the groups are as this plan says, in these slots, and write its config."""
-        self.plan, self._placed = plan, with_senders(plan.processes, slots)
+        self.plan, self._placed = plan, with_colocated_ranks(plan.processes, slots)
         try:
             write_config(plan.start.run_dir, plan.record)
         except ConfigError as error:  # the groups are changed already
@@ -150,23 +150,23 @@ class Groups:
             self.fleet.reassign(with_devices(engine, slots), slots)
 
 
-def with_senders(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
-    """The plan with the sender on each engine's device: engines that stayed may not be where a new run would place
-    them. Raises ConfigError if an engine needs a sender on its device and has none."""
-    if after.device == "cpu" or not after.senders or ENGINES not in slots:
+def with_colocated_ranks(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
+    """The plan with the rank on each engine's device: engines that stayed may not be where a new run would place
+    them. Raises ConfigError if an engine needs a rank on its device and has none."""
+    if after.device == "cpu" or not after.colocated_ranks or ENGINES not in slots:
         return after
     numbers: dict[Bundle, int] = {}
     ranks, receivers = (
         [numbers.setdefault(bundle, len(numbers)) for slot in slots[name] for bundle in slot.bundles]
         for name in (ACTOR, ENGINES)
     )
-    found = senders_on(receivers, ranks, one_machine=False)
+    found = ranks_on(receivers, ranks, one_machine=False)
     if not found and transport_named(after.transport).one_device:
         raise ConfigError(
             f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "
             "choose other sizes"
         )
-    return evolve(after, senders=found)
+    return evolve(after, colocated_ranks=found)
 
 
 def update_address(processes: ProcessPlan, cluster: ClusterConfig, fleet: EngineFleet, directory: Path) -> Address:
@@ -178,7 +178,7 @@ def update_address(processes: ProcessPlan, cluster: ClusterConfig, fleet: Engine
         transport=processes.transport,
         engines=fleet.receivers,
         path=str(directory / "weights"),
-        senders=processes.senders,
+        colocated_ranks=processes.colocated_ranks,
         device=processes.device if own_devices else "cpu",
         # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
         timeout=cluster.timeout / 2,

@@ -70,7 +70,7 @@ def start_processes(
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
     restarts = processes.roles[ACTOR].train.restarts
-    in_turns = bool(processes.colocated)
+    in_turns = bool(processes.colocated_roles)
     inits = load_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
     return Started(train_groups=groups, fleet=fleet, inits=inits, pool=pool)
 

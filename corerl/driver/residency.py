@@ -60,7 +60,7 @@ class Residency:
         measures: bool = False,
     ) -> Self:
         """Of processes that have started, whose roles `passed` run a forward pass before training."""
-        colocated = {name: groups[name] for name in processes.colocated}
+        colocated = {name: groups[name] for name in processes.colocated_roles}
         frozen = {name for name, group in colocated.items() if group.plan.objective is None}
         plan = residency_plan([*colocated], passed, frozen)
         return cls(plan=plan, groups=colocated, fleet=fleet, progress=progress, measures=measures)

@@ -54,7 +54,7 @@ class GatherPlan:
     """Gathers buckets from all ranks. Built once, collectively; `gather` needs about two buckets besides `out`."""
 
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
-    senders: dict[str, int]  # HF tensor -> the first rank of its pipeline stage
+    stage_ranks: dict[str, int]  # HF tensor -> the first rank of its pipeline stage
     _boxes: list[list[NamedBox]]  # that ranks send, by rank
     _positions: list[int]  # this rank's boxes, as positions in the chunks
     _group: dist.ProcessGroup | None
@@ -89,13 +89,19 @@ class GatherPlan:
         by_rank = [[_tuples(box) for box in each] for each in boxes_of]
         shapes = _checked_shapes(by_rank)
         names = ((name for name, _, _ in each) for each in by_rank)
-        senders = first_of_stages([{*own, *others} for own, others in zip(names, copied, strict=True)])
+        stage_ranks = first_of_stages([{*own, *others} for own, others in zip(names, copied, strict=True)])
         all_whole = all(whole == len(shapes) for whole in wholes)
         if all_whole:
             by_rank = [boxes if other == rank else [] for other in range(len(by_rank))]
             sent = list(range(len(chunks)))
         return cls(
-            shapes=shapes, senders=senders, boxes=by_rank, positions=sent, group=group, rank=rank, all_whole=all_whole
+            shapes=shapes,
+            stage_ranks=stage_ranks,
+            boxes=by_rank,
+            positions=sent,
+            group=group,
+            rank=rank,
+            all_whole=all_whole,
         )
 
     def gather(

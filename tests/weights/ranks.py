@@ -134,7 +134,7 @@ def gathered(make: Callable[[int], list[Chunk]], rank: int, root: int | None, dt
                 )
     return {
         "order": [name for name, _ in plan.shapes],
-        "senders": plan.senders,
+        "stage_ranks": plan.stage_ranks,
         "buckets": len(manifest.buckets),
         "received": received,
         "right": right,

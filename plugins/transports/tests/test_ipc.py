@@ -74,10 +74,10 @@ def test_an_update_in_larger_buckets_than_the_last_arrives(pair: Any) -> None:
 
 
 def test_each_rank_sends_to_its_own_receivers() -> None:
-    address = address_of("ipc", "a", "a", "b", senders=(0, 1, 1))
+    address = address_of("ipc", "a", "a", "b", colocated_ranks=(0, 1, 1))
     senders = [open_sender(address, rank=rank) for rank in range(3)]
     engines = [Engine(index) for index in range(3)]
-    assert {sender.sender_of(bucket) for sender in senders for bucket in MANIFEST.buckets} == {None}
+    assert {sender.sending_rank(bucket) for sender in senders for bucket in MANIFEST.buckets} == {None}
     received = [engine.take(address, 1, load=no_room if index == 1 else None) for index, engine in enumerate(engines)]
     failed = [push(sender, address, weights(1), 1, rank=rank) for rank, sender in enumerate(senders)]
     closed = "closed its connection: its process ended, or it could not load the weights"
@@ -123,6 +123,6 @@ def test_processes_of_other_users_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_missing_sender_is_named_within_the_timeout() -> None:
-    receiver = IpcReceiver(address_of("ipc", "e", senders=(3,), timeout=0.2), 0)
+    receiver = IpcReceiver(address_of("ipc", "e", colocated_ranks=(3,), timeout=0.2), 0)
     with pytest.raises(WeightUpdateError, match="trainer rank 3 did not start listening within 0.2 s"):
         next(iter(receiver.buckets(FOUR, 1)))

@@ -41,6 +41,10 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         '`roles.critic.devices = "shared"`, and of other roles': '`"colocated"`',
         "the metrics `rollout/staleness_share/S` and `moe/largest_share`": "they end in `_fraction`",
         "corerl_testing:exact_share": "corerl_testing: exact_fraction",
+        "WeightSender.sender_of": "`WeightSender.sending_rank`",
+        "`sender` of a `Bucket`, `senders` of a `Manifest` and in `build_manifest`": "`stage_rank`, `stage_ranks`",
+        "`senders` of an `Address`": "`colocated_ranks`",
+        "corerl.driver:with_senders": "corerl.driver: with_colocated_ranks",
         "`samples` of `MicroBatch` and `ForwardResult`": "their `rows`",
         "`weights`, a snapshot's name, of `ForwardPass`, `TrainGroup.forward` and `TrainGroup.update_weights`": (
             "their `snapshot`"

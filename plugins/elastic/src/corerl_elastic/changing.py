@@ -9,7 +9,7 @@ from pathlib import Path
 from attrs import evolve
 
 from corerl.cluster import Slot
-from corerl.driver import Groups, with_devices, with_senders
+from corerl.driver import Groups, with_colocated_ranks, with_devices
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError
 from corerl.plan import ENGINES, REST, Plan
 from corerl_elastic import sizes
@@ -48,7 +48,7 @@ def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
         staying[ENGINES] = min(replicas)
     try:
         slots = _arranged(run, plan, staying)
-        with_senders(plan.processes, slots)  # raises before anything ends
+        with_colocated_ranks(plan.processes, slots)  # raises before anything ends
         checkpoint = run.save() if restarts else None
         try:
             _become(run, plan, slots, checkpoint)
@@ -117,7 +117,7 @@ def restart_by(run: Groups, plan: Plan, *, staying: Sequence[str]) -> None:
     _require_same_surroundings(before, plan)
     engines = [ENGINES] if run.fleet is not None else []
     found = run.pool.replace_lost(plan.processes.placement, [*staying, *engines])
-    with_senders(plan.processes, found)  # raises before anything is taken
+    with_colocated_ranks(plan.processes, found)  # raises before anything is taken
     run.pool.take(found)
     run.follow(plan, found)
     run.seat_engines()

@@ -127,8 +127,10 @@ def engine(setup: Setup, slots: Sequence[Slot]) -> Iterator[EngineFleet]:
 
 def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str, directory: Path) -> dict[str, str]:
     """Update the engine; returns each engine's error, "" if the weights arrived whole by their checksums."""
-    senders = (0,) * len(fleet.names)
-    address = Address(transport=transport, engines=fleet.names, path=str(directory), senders=senders, timeout=60.0)
+    ranks = (0,) * len(fleet.names)
+    address = Address(
+        transport=transport, engines=fleet.names, path=str(directory), colocated_ranks=ranks, timeout=60.0
+    )
     address = group.rendezvous(address)
     receiving = fleet.receive(group.manifest().result(), version, address)
     sent = group.update_weights(address, version).result()
