@@ -98,7 +98,7 @@ class WeightStream(Primitives):
         if sends:
             with self.span("wait for engines"):
                 engines = sender.finish()
-            sent = sent if sender.sent is None else sender.sent
+            sent = sent if sender.bytes_sent is None else sender.bytes_sent
         self.weights_version = version
         return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)
 

@@ -169,7 +169,7 @@ class Engines:
         oldest, once engines hold as many as they can. Rows that are being generated go on under these weights, but for
         those of a request with a version. Called, like `generate`, in the thread that starts the group's verbs. Raises
         WeightUpdateError, or the cause of an engine's death, once its restarts are used up."""
-        self.fleet.step_completed()
+        self.fleet.step_done()
         self._push(snapshot, forget)
         return self.version
 
@@ -210,7 +210,7 @@ class Engines:
     def takes_turns(self) -> bool:
         """Whether engines and ranks share devices and take turns in memory, so that engines lose their weights by
         `turn`."""
-        return bool(self.residency.plan)
+        return bool(self.residency.stages)
 
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Where ranks and engines share devices: let engines sleep and wake what ranks need for these verbs, until the
@@ -292,8 +292,8 @@ class Engines:
             for name in failed.keys() - reported:
                 group.engine_failed(address, name, failed[name])
             causes, reported = causes or set(failed), reported | failed.keys()
-        sent = sending.result()
-        if any(sent.engines.values()):  # senders do not know whether these have all they need
+        senders = sending.result()
+        if any(senders.engines.values()):  # they do not know whether these have all they need
             self.new_rendezvous()
         # As long as a sender waits for an engine: over a disk, engines only begin to read now.
         received = fleet.received(receiving, address.timeout)
@@ -303,9 +303,9 @@ class Engines:
         self._updated_once.update(taken)
         if missed:
             silent = f"no answer within {address.timeout:g} s after the update's end"
-            return self._to_replace(missed, causes, sent, silent)
-        if sent.sums:
-            self._require_loaded(sent.sums, version, meeting.manifest.dtype)
+            return self._to_replace(missed, causes, senders, silent)
+        if senders.sums:
+            self._require_loaded(senders.sums, version, meeting.manifest.dtype)
         return {}
 
     def _meet(self) -> _Rendezvous:
@@ -326,7 +326,7 @@ class Engines:
         self._updated_once &= set(self.fleet.names)
 
     def _to_replace(
-        self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult, silent: str
+        self, missed: Mapping[str, Received | None], causes: Collection[str], senders: UpdateResult, silent: str
     ) -> dict[str, CorerlError]:
         """Which of the engines that missed an update to replace, and why: those that died or gave no answer; if all
         are alive and answered, those that failed first. `silent` is why one gave no answer.
@@ -334,7 +334,8 @@ class Engines:
         Raises WeightUpdateError if one of these has never taken an update: the next one would fail too.
         """
         gone = [name for name, each in missed.items() if each is None or each.died]
-        errors = {name: _reason(missed[name], sent.engines.get(name, ""), silent) for name in gone or causes or missed}
+        failed, known = gone or causes or missed, senders.engines
+        errors = {name: _reason(missed[name], known.get(name, ""), silent) for name in failed}
         if not gone and (never := sorted(errors.keys() - self._updated_once)):
             reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
             raise WeightUpdateError(f"weights version {self.version} did not reach every engine: {reasons}")
@@ -344,7 +345,7 @@ class Engines:
         }
 
     def _require_loaded(self, sums: Mapping[str, int], version: int, dtype: str) -> None:
-        """Raise WeightUpdateError if an engine holds anything other than what was sent."""
+        """Raise WeightUpdateError if an engine holds anything other than what was senders."""
         for name, loaded in self.fleet.weight_sums(dtype).items():
             if loaded is None:
                 if not self._unverified:

@@ -28,7 +28,7 @@ from corerl.weights.transport import Address
 
 
 @define(kw_only=True, eq=False)
-class Groups:
+class RunGroups:
     """The ranks of a run's roles and its engines: their plan, and their places. Extensions on the driver get it as
     the `corerl.plugin.hooks.RunControl`; the extension `elastic` changes them."""
 

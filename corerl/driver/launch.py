@@ -12,7 +12,7 @@ from corerl.algorithms.base import REFERENCE
 from corerl.checkpoint.commit import Faults, latest
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
 from corerl.driver.engines import Engines
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import StepNotices, StepReports, unseen_tokens
 from corerl.driver.processes import start_processes
@@ -165,7 +165,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         passed={each.role for each in plan.algorithm.passes},
         measures=plan.cluster.offload == "auto",
     )
-    groups = Groups(
+    groups = RunGroups(
         plan=plan, pool=started.pool, roles=roles, fleet=fleet, residency=residency, progress=progress, stop=stop
     )
     engines = None

@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Saves
 from corerl.driver.engines import Engines
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
@@ -34,14 +34,14 @@ class RestartPoint:
     def __str__(self) -> str:
         if self.checkpoint is None:
             return "the initial weights"
-        return f"{'in-memory ' * self.in_memory}checkpoint step {self.step}"
+        return f"the {'in-memory ' * self.in_memory}checkpoint after {self.step} step{'s' * (self.step != 1)}"
 
 
 @define(kw_only=True, eq=False)
 class Recovery:
     """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
 
-    groups: Groups
+    groups: RunGroups
     engines: Engines | None
     saves: Saves
     start: Start

@@ -32,8 +32,8 @@ class Role:
     loss: LossSpec | None  # None if it is frozen: then it only passes samples
     train: TrainConfig
     seed: int
-    first_step: int = 0  # the rollout step in which its training starts
-    rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
+    trained_from: int = 0  # the rollout step in which its training starts
+    rollout_steps: int  # that the learning-rate schedule spans, those before `trained_from` included
     next_optimizer_step: int
     decay_start: DecayStart | None = None
 
@@ -48,7 +48,7 @@ class Role:
 
     def _place(self, optimizer_step: int) -> dict[str, Any]:
         """Where an optimizer step is in the schedule."""
-        start = self.decay_start or DecayStart(optimizer_step=0, rollout_step=self.first_step, progress=0.0)
+        start = self.decay_start or DecayStart(optimizer_step=0, rollout_step=self.trained_from, progress=0.0)
         left = max(self.rollout_steps - start.rollout_step, 0) * self.steps_of_batch
         return {
             "warmup_steps": self.train.schedule.warmup_steps,
@@ -178,14 +178,14 @@ def roles_of(
     about a learning rate that jumps."""
     roles = {}
     for name, group in groups.items():
-        objective, train = group.plan.objective, group.plan.train
+        objective, train = group.role_plan.objective, group.role_plan.train
         roles[name] = Role(
             name=group.role,
             group=group,
             loss=objective.loss if objective else None,
             train=train,
             seed=plan.run.seed,
-            first_step=objective.first_step if objective else 0,
+            trained_from=objective.trained_from if objective else 0,
             rollout_steps=train.schedule.steps or plan.run.steps,
             next_optimizer_step=inits[name].optimizer_step,
         )

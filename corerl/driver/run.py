@@ -15,7 +15,7 @@ from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.engines import Engines
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.driver.logprob_check import LogprobCheck, spread_over
 from corerl.driver.metrics import StepReports, staleness_metrics
 from corerl.driver.progress import Progress
@@ -66,7 +66,7 @@ class Run:
     evaluations: Evaluations
     saves: Saves
     recovery: Recovery
-    groups: Groups
+    groups: RunGroups
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Run:
     def _trained(self) -> list[str]:
         """The roles that are trained on this step."""
         step = self.progress.steps_done
-        return [name for name, role in self.roles.items() if role.loss is not None and step >= role.first_step]
+        return [name for name, role in self.roles.items() if role.loss is not None and step >= role.trained_from]
 
     # ---- samples ----------------------------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class Run:
         memory if they were seen to fit. `batch` is None if it was not for training."""
         require_there(self.run_dir)
         if self.engines is not None:
-            self.engines.fleet.step_completed()
+            self.engines.fleet.step_done()
         self.recovery.step_done()
         self.reports.report(scored, batch, results)
 

@@ -468,7 +468,7 @@ class EngineFleet:
             new.state, new.died_of = State.EMPTY, None
         return None
 
-    def step_completed(self) -> None:
+    def step_done(self) -> None:
         """Reset the count of restarts."""
         for each in self._replicas:
             each.restarts = 0

@@ -211,9 +211,9 @@ def check_engines(
 
 def require_form(config: Config, engine: Loaded) -> None:
     """Raise ConfigError if weights would be sent in a form that the engine does not take."""
-    sent, taken = config.weights.quantize, engine.spec.quantized
-    if sent not in taken:
-        raise ConfigError(f"weights.quantize: {sent!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
+    wanted, taken = config.weights.quantize, engine.spec.quantized
+    if wanted not in taken:
+        raise ConfigError(f"weights.quantize: {wanted!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
     if separate_adapters(config) and not engine.spec.adapters:
         raise ConfigError(
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "

@@ -102,7 +102,7 @@ class TrainGroup:
     ) -> None:
         """`processes` are of the plan, in these slots."""
         self.processes = processes
-        self.plan = plan
+        self.role_plan = plan
         self.role = plan.role
         self._slots = slots
         self._watching = watching
@@ -174,13 +174,13 @@ class TrainGroup:
         these are given. Without `moments` the weights alone are loaded, and a new optimizer begins at step 0.
         `layouts` are known once the result is read."""
         self.processes.kill()
-        self.plan = plan or self.plan
+        self.role_plan = plan or self.role_plan
         if resume is not None:
-            self.plan = _loading(self.plan, resume=resume, resume_moments=moments)
+            self.role_plan = _loading(self.role_plan, resume=resume, resume_moments=moments)
         elif not moments:
-            self.plan = _loading(self.plan, resume_moments=False)
+            self.role_plan = _loading(self.role_plan, resume_moments=False)
         self._slots = self._slots if slots is None else slots
-        self.processes = _processes(self.plan, self._slots, self._watching)
+        self.processes = _processes(self.role_plan, self._slots, self._watching)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 
@@ -220,7 +220,7 @@ class TrainGroup:
         """Let each rank import its plugins and check them. Takes no device memory; `init` does it if it is not done.
         Returns when rank 0's process has started."""
         self._join_at = self.processes.listen(0)  # first: later it would queue behind slow imports
-        constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
+        constructing = self.processes.construct([(assignment,) for assignment in self.role_plan.assignments])
         return self._add(constructing, _nothing)
 
     def init(self) -> Future[InitResult]:
@@ -236,7 +236,7 @@ class TrainGroup:
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
-        result = merge_inits(results, self.plan)
+        result = merge_inits(results, self.role_plan)
         self.loaded_version = result.weights_version
         return result
 
@@ -296,7 +296,7 @@ class TrainGroup:
         """The optimizer steps of a rollout batch, as its `[train]` and its algorithm say: `mini_batches` in each of
         `epochs`, or one per group if there are fewer groups. Their order follows from `seed`; give each batch
         another."""
-        train, objective = self.plan.train, self._require_trained("plan_steps")
+        train, objective = self.role_plan.train, self._require_trained("plan_steps")
         return plan_steps(
             samples,
             self.layouts[0],
@@ -304,7 +304,7 @@ class TrainGroup:
             mini_batches=train.mini_batches,
             epochs=train.epochs,
             aggregation=objective.aggregation,
-            max_tokens=self.plan.max_tokens,
+            max_tokens=self.role_plan.max_tokens,
             seed=seed,
         )
 
@@ -312,13 +312,13 @@ class TrainGroup:
         """A plan for `forward_backward` of some groups of a step whose others are elsewhere, and what they add to the
         step's denominator, as the role's `[train]` and algorithm say. All calls of the step take the same `unit`, near
         the denominator; its `optimizer_step` has the scale unit / denominator."""
-        train, objective = self.plan.train, self._require_trained("plan_part")
+        train, objective = self.role_plan.train, self._require_trained("plan_part")
         return plan_part(
             samples,
             self.layouts[0],
             tokens_per_micro_batch=train.tokens_per_micro_batch,
             aggregation=objective.aggregation,
-            max_tokens=self.plan.max_tokens,
+            max_tokens=self.role_plan.max_tokens,
             unit=unit,
         )
 
@@ -333,9 +333,9 @@ class TrainGroup:
         """Pass the samples through the model without gradients, under `snapshot` ("": the weights as they are); returns
         columns [N, ...] aligned with their tokens. With `replay`, tokens are routed through the experts in the column
         `routed_experts`."""
-        stored = _stored(samples)
+        stored, train = _stored(samples), self.role_plan.train
         samples = stored.samples
-        plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
+        plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=train.tokens_per_micro_batch)
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         columns = ["loss_mask", *([Output.ROUTED_EXPERTS.value] if replay else [])]
         if Output.LOGPROBS in wanted:
@@ -396,31 +396,31 @@ class TrainGroup:
 
     def _require_trained(self, verb: str) -> Objective:
         """Raise before any rank is called: an error there would end the group."""
-        if self.plan.objective is None:
+        if self.role_plan.objective is None:
             raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
-        return self.plan.objective
+        return self.role_plan.objective
 
     def _require_step(self, verb: str, step: Step) -> None:
         """The same, and if the backend cannot take such a step."""
         self._require_trained(verb)
         if step.adam is not None:
-            backend = self.plan.backend
+            backend = self.role_plan.backend
             check_capabilities(backend.spec, {Capability.ADAM: f"{verb} with Step.adam"}, name=backend.name)
 
     def _require_targets(self, verb: str, samples: SampleBatch) -> None:
         """The same for samples with a column `targets`, and Unsupported too if the backend would ignore it."""
         if TARGETS not in samples.columns:
             return
-        backend, targets = self.plan.backend, samples.columns[TARGETS]
+        backend, targets = self.role_plan.backend, samples.columns[TARGETS]
         check_capabilities(backend.spec, {Capability.TARGETS: f"{verb} with the column {TARGETS!r}"}, name=backend.name)
-        if not targets.size or (targets.min() >= 0 and targets.max() < self.plan.vocabulary):
+        if not targets.size or (targets.min() >= 0 and targets.max() < self.role_plan.vocabulary):
             return
-        at = tuple(np.argwhere((targets < 0) | (targets >= self.plan.vocabulary))[0])
+        at = tuple(np.argwhere((targets < 0) | (targets >= self.role_plan.vocabulary))[0])
         row = int(samples.row_of[at[0]])
         place = ", ".join(map(str, (at[0] - samples.offsets[row], *at[1:])))
         raise DataError(
             f"{verb}: column {TARGETS!r} has {targets[at]} at [{place}] of row {row}, expected ids from 0 to "
-            f"{self.plan.vocabulary - 1}; as padding any of them will do, with weight 0"
+            f"{self.role_plan.vocabulary - 1}; as padding any of them will do, with weight 0"
         )
 
     # ---- memory -----------------------------------------------------------------------------------------------------

@@ -77,10 +77,10 @@ class GatherPlan:
         Raises ContractError, on all ranks alike, if the boxes do not cover every tensor exactly once.
         """
         boxes: list[NamedBox] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
-        sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
+        positions = [position for position, chunk in enumerate(chunks) if not chunk.replica]
         # A rank with faulty chunks reports them instead of raising alone, since the others would wait for it.
         copies = sorted({chunk.name for chunk in chunks if chunk.replica})
-        mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in sent])
+        mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in positions])
         rank = 0 if group is None else dist.get_rank(group)
         faults, wholes, copied, boxes_of = zip(*([mine] if group is None else gather_plain(mine, group)), strict=True)
         for other, fault in enumerate(faults):
@@ -93,12 +93,12 @@ class GatherPlan:
         all_whole = all(whole == len(shapes) for whole in wholes)
         if all_whole:
             by_rank = [boxes if other == rank else [] for other in range(len(by_rank))]
-            sent = list(range(len(chunks)))
+            positions = list(range(len(chunks)))
         return cls(
             shapes=shapes,
             stage_ranks=stage_ranks,
             boxes=by_rank,
-            positions=sent,
+            positions=positions,
             group=group,
             rank=rank,
             all_whole=all_whole,

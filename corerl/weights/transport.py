@@ -54,7 +54,7 @@ class WeightSender(ABC):
     """A trainer rank's end, which `backend.stream.WeightStream.update_weights` calls. Its methods raise if they cannot
     go on: `GuardedSender` reports that and keeps the ranks in step."""
 
-    sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
+    bytes_sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
 
     def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
         """`lost`: engine -> why it has failed, of those that take no more part. It grows while a method waits, in
@@ -119,7 +119,7 @@ class GuardedSender(WeightSender):
 
     def finish(self) -> Mapping[str, str]:
         missed = self._try(self._sender.finish)
-        self.sent = self._sender.sent
+        self.bytes_sent = self._sender.bytes_sent
         return dict.fromkeys(self.address.engines, self.error) if missed is None else missed
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
-from corerl.plan.residency import residency_plan
+from corerl.plan.residency import residency_stages
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
@@ -78,7 +78,7 @@ class Group:
         self.verified: list[bool] = []  # update by update
         self.sums: dict[str, Any] = {}  # by engine
 
-        self.plan: Any = None
+        self.role_plan: Any = None
         self.slept = [SleepResult(freed_bytes=8, residual_bytes=0)]
 
     def weight_sums(self, dtype: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Group:
     def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:
         self.log += [f"leave out {name}" for name in hanging]
 
-    def step_completed(self) -> None:
+    def step_done(self) -> None:
         self.log.append("completed")
 
     def _wait(self) -> None:
@@ -210,7 +210,7 @@ LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
 
 def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
     config, group = config or make_config(), group or Group()
-    group.plan = SimpleNamespace(train=config.train, objective=CLIPPED, max_tokens=7)
+    group.role_plan = SimpleNamespace(train=config.train, objective=CLIPPED, max_tokens=7)
     given = {"loss": LOSS, "next_optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
     return Role(
         name=name,
@@ -277,7 +277,7 @@ def staying() -> Residency:
 def colocated(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: Group | None = None) -> Residency:
     """The ranks of these roles take turns with the engines in the memory of their devices; they are awake."""
     return Residency(
-        plan=residency_plan(list(groups), passed),
+        stages=residency_stages(list(groups), passed),
         groups=groups,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
         fleet=fleet or Group(),  # type: ignore[arg-type]
         progress=progress(),

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from corerl.calls import Future
 from corerl.cluster.arrangement import Placement
 from corerl.cluster.placement import Bundle, Gpu, Slot
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.driver.progress import Progress
 from corerl.errors import CorerlError
 from corerl.plan.make import make_plan
@@ -176,7 +176,7 @@ class Memory:
 
 @define(eq=False)
 class Case:
-    groups: Groups
+    groups: RunGroups
     ears: Ears
     log: list[str]
     ranks: dict[str, Ranks]
@@ -231,5 +231,5 @@ def make(
     now = Progress(Observers([("ears", ears), *extensions]), 3)
     where: Any = pool
     stop: Any = SimpleNamespace(requested=False)
-    groups = Groups(plan=plan, pool=where, roles=roles_now, fleet=fleet, residency=memory, progress=now, stop=stop)
+    groups = RunGroups(plan=plan, pool=where, roles=roles_now, fleet=fleet, residency=memory, progress=now, stop=stop)
     return Case(groups, ears, log, ranks, engines, pool)

@@ -148,9 +148,9 @@ def test_ranks_restart_from_the_newest_checkpoint(tmp_path: Path) -> None:
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     old, newer, newest = saved(disk, 2), saved(memory, 4), saved(disk, 5)
     for checkpoint, kept, used, words, after in (
-        (old, None, old, "checkpoint step 2; replaying steps 2-4", ([2], None)),
-        (old, newer, newer, "in-memory checkpoint step 4; replaying step 4", ([-1], [-1])),
-        (newest, newer, newest, "checkpoint step 5", ([5], [-1])),
+        (old, None, old, "the checkpoint after 2 steps; replaying steps 2-4", ([2], None)),
+        (old, newer, newer, "the in-memory checkpoint after 4 steps; replaying step 4", ([-1], [-1])),
+        (newest, newer, newest, "the checkpoint after 5 steps", ([5], [-1])),
     ):
         saves, in_memory = Saves(checkpoint), Saves(kept, in_memory=True) if kept else None
         case = make(checkpoints=saves, memory=in_memory)
@@ -181,7 +181,7 @@ def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -
     case.dies("it")
     assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
     assert case.groups.log[2] == f"start from {old}" and saves.log == [2]
-    assert told(case.ears) == ["it; restarting all ranks from checkpoint step 2; replaying steps 2-4"]
+    assert told(case.ears) == ["it; restarting all ranks from the checkpoint after 2 steps; replaying steps 2-4"]
 
 
 @pytest.mark.parametrize(

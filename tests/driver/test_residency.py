@@ -8,7 +8,7 @@ from attrs import evolve
 
 from corerl.calls import Future
 from corerl.driver.residency import Residency
-from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
+from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_stages, save_stage, train_stage
 from corerl.types import MemoryKind, SleepResult
 from tests.driver.fakes import Ears, Group, colocated, progress, told
 from tests.end_to_end.command import numbers
@@ -134,8 +134,8 @@ def test_roles_on_one_device_train_in_turns(roles: list[str], turns: dict[str, l
 def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
     actor, ears = Group(), Ears()
     actor.slept = [evolve(actor.slept[0], notes=notes) for notes in ((), ("host memory could not be pinned",))]
-    plan = residency_plan(["actor"], passed=[])
-    residency = Residency(plan=plan, groups={"actor": actor}, progress=progress(ears))  # type: ignore[dict-item]
+    stages = residency_stages(["actor"], passed=[])
+    residency = Residency(stages=stages, groups={"actor": actor}, progress=progress(ears))  # type: ignore[dict-item]
     residency.enter(SAMPLE)
     assert told(ears) == ["actor rank 1: host memory could not be pinned"]
 

@@ -213,7 +213,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
 def test_a_mini_batch_without_a_loss_token_is_skipped(aggregation: str, make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
-    actor.group.plan.objective = evolve(actor.group.plan.objective, aggregation=aggregation)
+    actor.group.role_plan.objective = evolve(actor.group.role_plan.objective, aggregation=aggregation)
     run = make_run(config, roles={"actor": actor}, ears=ears)
     cut = batch().with_row_columns(truncated=np.array([False, True]), group=np.array([0, 1]))
     results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))

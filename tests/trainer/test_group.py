@@ -257,7 +257,7 @@ def test_wrong_calls_are_refused_before_any_rank_is_called(call: Callable[[Train
 def scoring(group: TrainGroup) -> TrainGroup:
     """With a backend that takes targets, and ten words."""
     backend = evolve(PLAN.backend, spec=evolve(PLAN.backend.spec, capabilities={Capability.TARGETS: FULL}))
-    group.plan = evolve(group.plan, backend=backend, cluster=evolve(PLAN.cluster, model={"vocab_size": 10}))
+    group.role_plan = evolve(group.role_plan, backend=backend, cluster=evolve(PLAN.cluster, model={"vocab_size": 10}))
     return group
 
 
@@ -279,7 +279,7 @@ def test_logprobs_of_targets_come_back_in_their_shape() -> None:
 
 
 def frozen(group: TrainGroup) -> TrainGroup:
-    group.plan = evolve(group.plan, objective=None)
+    group.role_plan = evolve(group.role_plan, objective=None)
     return group
 
 
@@ -393,7 +393,7 @@ def test_outputs_come_from_output_ranks_in_every_layout(layouts: list[ParallelLa
     first = layouts.index(next(at for at in layouts if not at.outputs))
     results[first] = result_of(batch, *shares[layouts[first].dp_rank])
     group, processes = group_with(*layouts, forward=results)
-    with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times, expected exactly once"):
+    with pytest.raises(ContractError, match="forward returned row [0-3] 2 times, expected exactly once"):
         group.forward(batch, LOGPROBS).result()
     assert processes.killed
 
@@ -675,7 +675,7 @@ def test_groups_share_the_ray_of_their_process(shared_ray: None, tmp_path: Path)
             assert first.tolist() == second.tolist() and first[1] < 0.0
             (plan,) = one.plan_steps(batch, seed=0)
             columns = dict.fromkeys(("advantages", "old_logprobs", "rollout_logprobs"), np.ones(5, np.float32))
-            trained = one.train(batch.with_columns(**columns), plan, one.plan.objective.loss, begin).result()
+            trained = one.train(batch.with_columns(**columns), plan, one.role_plan.objective.loss, begin).result()
             assert trained.applied
             one.save(str(tmp_path / "part"), after).result()
             with TrainGroup.start(ALONE, resume=str(tmp_path / "part")) as again:

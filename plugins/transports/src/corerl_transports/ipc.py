@@ -122,7 +122,7 @@ class IpcSender(WeightSender):
         return None if len(ranks) > 1 else min(ranks, default=0)
 
     def open(self, manifest: Manifest, version: int) -> None:
-        self._turn, self._pending, self.sent = 0, None, 0
+        self._turn, self._pending, self.bytes_sent = 0, None, 0
         self._nbytes = manifest.largest * getattr(torch, manifest.dtype).itemsize
         for peer in self._peers.values():
             peer.closed = False
@@ -144,7 +144,7 @@ class IpcSender(WeightSender):
             if room is None:
                 return
             flat = room.copy_(flat)
-        self.sent = (self.sent or 0) + flat.nbytes
+        self.bytes_sent = (self.bytes_sent or 0) + flat.nbytes
         self._announce_pending()
         self._buffers[self._turn].bucket = bucket.index  # the buffer that `acquire_buffer` gave
         self._pending = _Pending(bucket, flat, self._turn, _Digest(flat))
