@@ -1,4 +1,5 @@
-"""Engines that sample from the weights of a group: a run's, or those of a loop of one's own.
+"""Engines that sample from the weights of a group, a run's or those of a loop of one's own: how they are updated, and
+how failed ones are replaced.
 
 The driver starts every part of an update, and their results end it: ranks send, engines receive. An engine that fails
 meanwhile is reported to the ranks, which would wait for it. The first failure is the cause; later ones follow from it.

@@ -17,7 +17,7 @@ from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import StepNotices, StepReports, unseen_tokens
 from corerl.driver.processes import start_processes
 from corerl.driver.progress import Progress, StopRequest
-from corerl.driver.recovery import Recovery
+from corerl.driver.rank_recovery import RankRecovery
 from corerl.driver.residency import Residency
 from corerl.driver.roles import ReferencePolicy, roles_of
 from corerl.driver.run import Run
@@ -202,7 +202,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         sampling=sampling,
         evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
         saves=saves,
-        recovery=Recovery(groups=groups, engines=engines, saves=saves, start=start),
+        recovery=RankRecovery(groups=groups, engines=engines, saves=saves, start=start),
         groups=groups,
         reports=StepReports(
             recomputes=plan.algorithm.settings.old_logprobs == "recompute",

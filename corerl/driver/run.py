@@ -19,7 +19,7 @@ from corerl.driver.groups import RunGroups
 from corerl.driver.logprob_check import LogprobCheck, spread_over
 from corerl.driver.metrics import StepReports, staleness_metrics
 from corerl.driver.progress import Progress
-from corerl.driver.recovery import Recovery, RestartPoint
+from corerl.driver.rank_recovery import RankRecovery, RestartPoint
 from corerl.driver.residency import Residency
 from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run_dir import require_there
@@ -65,7 +65,7 @@ class Run:
     sampling: Sampling
     evaluations: Evaluations
     saves: Saves
-    recovery: Recovery
+    recovery: RankRecovery
     groups: RunGroups
 
     # ---- state ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Track whether an engine may answer: paused or running, and under which weights version, if any.
+"""Track in an engine's process whether it may answer: paused or running, and under which weights version, if any. The
+process itself is started, watched and replaced by `engines.fleet`.
 
 An engine starts without weights and serves a version once its update has committed. After a failed update, or once its
 weights slept, it serves nothing until another update commits.

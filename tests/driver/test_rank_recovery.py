@@ -12,7 +12,7 @@ from attrs import define, field
 
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
-from corerl.driver.recovery import Recovery, RestartPoint
+from corerl.driver.rank_recovery import RankRecovery, RestartPoint
 from corerl.errors import CheckpointError, InsufficientResources, SaveFailed, WorkerDied
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
@@ -78,7 +78,7 @@ def saved(directory: Path, step: int) -> Path:
 
 @define
 class Case:
-    recovery: Recovery
+    recovery: RankRecovery
     groups: Groups
     ears: Ears
     points: list[RestartPoint] = field(factory=list)
@@ -96,7 +96,7 @@ def make(**parts: Any) -> Case:
     saves: Any = SimpleNamespace(disk=parts.pop("checkpoints", Saves()), memory=parts.pop("memory", None))
     start, ears = parts.pop("start", SimpleNamespace(resume=None, state={})), Ears()
     groups: Any = Groups(progress=progress(ears), **parts)
-    return Case(Recovery(groups=groups, engines=groups, start=start, saves=saves), groups, ears)
+    return Case(RankRecovery(groups=groups, engines=groups, start=start, saves=saves), groups, ears)
 
 
 def test_restarts_without_a_new_step_are_limited() -> None:

@@ -1,4 +1,7 @@
-"""Restart failed ranks from the newest checkpoint, and say at which step the run goes on."""
+"""Restart failed ranks from the newest checkpoint, and say at which step the run goes on.
+
+Engines that fail are replaced by `driver.engines.Engines`, while ranks go on.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class RestartPoint:
 
 
 @define(kw_only=True, eq=False)
-class Recovery:
+class RankRecovery:
     """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
 
     groups: RunGroups
