@@ -470,7 +470,6 @@ class TrainResult:
 class UpdateResult:
     """What a rank reports of one weight update."""
 
-    version: int
     bytes: int  # sent by this rank
     seconds: float
     engines: Mapping[str, str] = field(factory=dict)  # engine -> why it lacks buckets; "" if it has all

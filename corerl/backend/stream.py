@@ -100,7 +100,7 @@ class WeightStream(Primitives):
                 engines = sender.finish()
             sent = sent if sender.bytes_sent is None else sender.bytes_sent
         self.weights_version = version
-        return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)
+        return UpdateResult(bytes=sent, seconds=time.perf_counter() - started, engines=engines)
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
         """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all ranks if it is None.

@@ -109,7 +109,7 @@ class RayGroup:
         """Results in the members' order. The first failure ends the whole group and is raised; but if all members
         answered and every failure was a mere refusal (`CorerlError.harmless`), the group lives on."""
         results: dict[int, CallResult] = {}
-        waiting = dict(zip(pending.refs, pending.members, strict=True))
+        waiting = pending.by_ref
         deadline: float | None = None
         while waiting:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -137,7 +137,7 @@ class RayGroup:
         """Each member's result or CorerlError, of those that answer within `timeout` seconds. A failure does not end
         the other members. `on_counts` is called every few seconds with the members that have not answered, and how many
         parts of their calls have ended; None of one that does not report it."""
-        members = dict(zip(pending.refs, pending.members, strict=True))
+        members = pending.by_ref
 
         def wait(seconds: float | None) -> tuple[list[Any], list[Any]]:
             return ray.wait(list(members), num_returns=len(members), timeout=seconds)
@@ -149,8 +149,8 @@ class RayGroup:
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""
-        ended, waiting = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
-        members = dict(zip(pending.refs, pending.members, strict=True))
+        members = pending.by_ref
+        ended, waiting = ray.wait(list(members), num_returns=len(members), timeout=timeout)
         return not waiting or any(_stops(self._result(ref, members[ref], pending)) for ref in ended)
 
     def aside(self, method: str, *args: Any) -> None:

@@ -265,8 +265,8 @@ class Engines:
             if hold is not None:
                 with self.progress.phase("hold"):
                     stack.enter_context(hold(policies))
-            if self.fleet.any_dead:
-                return self.fleet.deaths
+            if deaths := self.fleet.deaths:
+                return deaths
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
                 failed = self._send_and_receive(policies, snapshot)

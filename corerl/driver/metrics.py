@@ -258,7 +258,7 @@ class StepReports:
         for name, steps in results.items():
             role = self.roles[name]
             prefix = "train" if name == ACTOR else name
-            metrics |= train_metrics(steps, role.lr(role.next_optimizer_step - 1), prefix=prefix)  # of the last step
+            metrics |= train_metrics(steps, role.lr.at(role.next_optimizer_step - 1), prefix=prefix)  # of the last step
         metrics |= self.residency.metrics()
         if line := self.residency.settle():
             self.progress.notice(line)

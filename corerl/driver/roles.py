@@ -14,7 +14,7 @@ from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import AlgorithmConfig, TrainConfig
 from corerl.data.packing import StepPlan, groups_of_steps
-from corerl.driver.learning_rate import DecayStart, decayed, learning_rate
+from corerl.driver.learning_rate import DecayStart, LearningRate
 from corerl.driver.progress import Progress
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
@@ -37,26 +37,20 @@ class Role:
     next_optimizer_step: int
     decay_start: DecayStart | None = None
 
-    def lr(self, optimizer_step: int) -> float:
+    @property
+    def lr(self) -> LearningRate:
         schedule = self.train.schedule
-        return learning_rate(
+        start = self.decay_start or DecayStart(optimizer_step=0, rollout_step=self.trained_from, progress=0.0)
+        left = max(self.rollout_steps - start.rollout_step, 0) * self.steps_of_batch
+        return LearningRate(
+            warmup_steps=schedule.warmup_steps,
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
             peak=self.train.optimizer.lr,
-            **self._place(optimizer_step),
+            total_steps=start.optimizer_step + left,
+            start=start.optimizer_step,
+            progress=start.progress,
         )
-
-    def _place(self, optimizer_step: int) -> dict[str, Any]:
-        """Where an optimizer step is in the schedule."""
-        start = self.decay_start or DecayStart(optimizer_step=0, rollout_step=self.trained_from, progress=0.0)
-        left = max(self.rollout_steps - start.rollout_step, 0) * self.steps_of_batch
-        return {
-            "warmup_steps": self.train.schedule.warmup_steps,
-            "step": optimizer_step,
-            "total_steps": start.optimizer_step + left,
-            "start": start.optimizer_step,
-            "progress": start.progress,
-        }
 
     def keep_rate(self, before: TrainConfig, rollout_step: int) -> None:
         """Let the next step have the learning rate that it had with the mini-batches and epochs of `before`, which the
@@ -66,7 +60,7 @@ class Role:
             self.decay_start = DecayStart(
                 optimizer_step=self.next_optimizer_step,
                 rollout_step=rollout_step,
-                progress=decayed(**earlier._place(self.next_optimizer_step)),
+                progress=earlier.lr.decayed(self.next_optimizer_step),
             )
 
     @property
@@ -75,9 +69,8 @@ class Role:
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
-        return Step(
-            optimizer_step=self.next_optimizer_step, rollout_step=rollout_step, lr=self.lr(self.next_optimizer_step)
-        )
+        step = self.next_optimizer_step
+        return Step(optimizer_step=step, rollout_step=rollout_step, lr=self.lr.at(step))
 
     def plan_steps(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
@@ -213,7 +206,7 @@ def continue_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> lis
         train = old.train_of(role.name)
         before = evolve(role, train=train, rollout_steps=train.schedule.steps or old.run.steps)
         role.keep_rate(train, state["rollout_step"])
-        was, now = before.lr(role.next_optimizer_step), role.lr(role.next_optimizer_step)
+        was, now = before.lr.at(role.next_optimizer_step), role.lr.at(role.next_optimizer_step)
         if not math.isclose(was, now, rel_tol=1e-6):
             line = f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}"
             if role.rollout_steps != before.rollout_steps:

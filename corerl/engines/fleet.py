@@ -420,11 +420,6 @@ class EngineFleet:
     # ---- deaths -----------------------------------------------------------------------------------------------------
 
     @property
-    def any_dead(self) -> bool:
-        """Whether any dead replica is not replaced yet."""
-        return any(each.state is State.DEAD for each in self._replicas)
-
-    @property
     def deaths(self) -> dict[str, CorerlError]:
         """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
         with self._changing:
@@ -610,5 +605,5 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
 
 def _received(answer: Received | CorerlError) -> Received:
     if isinstance(answer, CorerlError):
-        return Received(version=-1, bytes=0, error=answer.message, died=isinstance(answer, WorkerDied))
+        return Received(bytes=0, error=answer.message, died=isinstance(answer, WorkerDied))
     return answer

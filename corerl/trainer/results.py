@@ -128,7 +128,6 @@ def merge_updates(results: Sequence[UpdateResult]) -> UpdateResult:
         for name, error in result.engines.items():
             engines[name] = engines.get(name) or error
     return UpdateResult(
-        version=results[0].version,
         bytes=sum(result.bytes for result in results),
         seconds=max(result.seconds for result in results),
         engines=engines,

@@ -244,17 +244,12 @@ class Worker:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _routes(self) -> bool:
-        """Whether `routed_experts` apply to this role: a critic's own routers choose among its own experts."""
-        return not self.config.value_head
-
     def _require_replay(self, verb: str) -> None:
         self.backend.require(Capability.ROUTING_REPLAY, f"{verb} with {Output.ROUTED_EXPERTS.value!r}")
 
     def _pack_all(self, verb: str, samples: SampleBatch, shard: StepShard) -> PackedBatch:
-        """With every column that the role's loss may read."""
-        columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
+        """With every column that the role's loss may read. A critic's own routers choose among its own experts."""
+        columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or not self.config.value_head]
         if Output.ROUTED_EXPERTS in columns:
             self._require_replay(verb)
         return self._pack(samples, shard, columns=columns)

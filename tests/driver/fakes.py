@@ -70,9 +70,9 @@ class Group:
         self.meetings = 0
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
-        self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
+        self.sent = UpdateResult(bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
         self.names = ("engine-0", "engine-1")
-        self.fared = {name: Received(version=0, bytes=8) for name in self.names}  # in the update that comes next
+        self.fared = {name: Received(bytes=8) for name in self.names}  # in the update that comes next
         self.later: list[dict[str, Received]] = []  # in those after it; when they are used up, all goes well
         self.allowed = 10  # restarts
         self.verified: list[bool] = []  # update by update
@@ -87,7 +87,7 @@ class Group:
 
     @property
     def deaths(self) -> dict[str, CorerlError]:
-        return {"engine-1": WorkerDied("its process died")}
+        return {"engine-1": WorkerDied("its process died")} if self.any_dead else {}
 
     def wake_up(self, kinds: Iterable[MemoryKind] = ()) -> Future[None]:
         self.log.append(" ".join(["wake", *sorted(kinds)]))
@@ -149,7 +149,7 @@ class Group:
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
         self.any_dead = self.hold_all = False
-        well = {name: Received(version=0, bytes=8) for name in self.names}
+        well = {name: Received(bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 
     def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:

@@ -57,8 +57,8 @@ def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
 
 # ---- engines that miss an update -------------------------------------------------------------------------------------
 
-DEAD = Received(version=-1, bytes=0, error="its process died", died=True)
-FAILED = Received(version=0, bytes=0, error="bucket 3 did not arrive")
+DEAD = Received(bytes=0, error="its process died", died=True)
+FAILED = Received(bytes=0, error="bucket 3 did not arrive")
 SILENT = None
 
 
@@ -67,7 +67,7 @@ def after_one(*fared: dict[str, Received | None], **parts: Any) -> tuple[Engines
     actor, fleet, ears = Group(), Group(), Ears()
     engines = make_engines(make_config(), actor, fleet, ears, **parts)
     push(engines)
-    well = {name: Received(version=0, bytes=8) for name in fleet.names}
+    well = {name: Received(bytes=8) for name in fleet.names}
     fleet.fared, *fleet.later = [
         {name: each for name, each in {**well, **changed}.items() if each is not None} for changed in fared
     ]
@@ -116,7 +116,7 @@ def test_the_first_engine_to_fail_is_the_cause() -> None:
 
     def spread(address: Address, engine: str, reason: str) -> None:
         report(address, engine, reason)
-        fleet.fared["engine-0"] = Received(version=0, bytes=0, error="the trainer closed the connection")
+        fleet.fared["engine-0"] = Received(bytes=0, error="the trainer closed the connection")
 
     actor.engine_failed = spread  # type: ignore[method-assign]
     push(engines)

@@ -91,7 +91,7 @@ class Fake(HostedBackend):
 
     def update_weights(self, sender: Any, version: int) -> UpdateResult:
         self.note("update_weights", version)
-        return UpdateResult(version=version, bytes=10, seconds=0.1)
+        return UpdateResult(bytes=10, seconds=0.1)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         self.note("save", path)

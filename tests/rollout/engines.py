@@ -175,7 +175,7 @@ class Engines:
                 raise self._ends[replica]
             if method == "receive":
                 _, self.version, _ = args
-                return Received(version=self.version, bytes=8)
+                return Received(bytes=8)
             if method in ("pause", "resume"):
                 self.paused = method == "pause"
                 self.changing.notify_all()

@@ -447,12 +447,12 @@ def test_a_forward_pass_gets_only_columns_it_reads() -> None:
 
 def test_an_engine_has_weights_if_every_sender_says_so() -> None:
     results = [
-        UpdateResult(version=3, bytes=10, seconds=0.5, engines={"engine-0": "", "engine-1": ""}),
-        UpdateResult(version=3, bytes=20, seconds=0.25, engines={"engine-0": "", "engine-1": "gone"}),
+        UpdateResult(bytes=10, seconds=0.5, engines={"engine-0": "", "engine-1": ""}),
+        UpdateResult(bytes=20, seconds=0.25, engines={"engine-0": "", "engine-1": "gone"}),
     ]
     for answers in (results, results[::-1]):
         update = group_with(update_weights=answers)[0].update_weights(ADDRESS, 3).result()
-        assert update == UpdateResult(version=3, bytes=30, seconds=0.5, engines={"engine-0": "", "engine-1": "gone"})
+        assert update == UpdateResult(bytes=30, seconds=0.5, engines={"engine-0": "", "engine-1": "gone"})
 
 
 def test_a_save_is_done_when_every_rank_is() -> None:
