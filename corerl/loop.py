@@ -21,8 +21,7 @@ from corerl.plan.plan import Plan
 
 def training(run: Run) -> None:
     with run.rewinding_if_ranks_die():
-        run.push_weights()
-        run.sleep_ranks()
+        run.update_engines()
         run.check_logprobs()
         run.evaluate()
     for scored, streamed in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
@@ -43,8 +42,7 @@ def training(run: Run) -> None:
 
 def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
-    run.push_weights()
-    run.sleep_ranks()
+    run.update_engines()
     run.check_logprobs()
     run.evaluate()
     for scored, _ in run.batches():  # written to disk
@@ -58,8 +56,7 @@ def sampling(run: Run) -> None:
 
 def evaluating(run: Run) -> None:
     """Score the initial or resumed weights on the held-out prompts."""
-    run.push_weights()
-    run.sleep_ranks()
+    run.update_engines()
     run.evaluate(always=True)
 
 

@@ -55,6 +55,10 @@ class FakeRun:
     def push_weights(self) -> None:
         self.log.append("push")
 
+    def update_engines(self) -> None:
+        self.push_weights()
+        self.sleep_ranks()
+
     def check_logprobs(self) -> None:
         self.log.append("check")
 

@@ -184,13 +184,14 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         run_dir=start.run_dir,
         config=plan.checkpoint,
         roles=trained,
+        residency=residency,
         newest=start.resume,
         last_step=progress.steps_done if start.state else -1,
         progress=progress,
     )
     in_memory = plan.checkpoint.memory and trains
     memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints)) if in_memory else None
-    saves = Saves(disk=checkpoints, memory=memory, residency=residency)
+    saves = Saves(disk=checkpoints, memory=memory)
     run = Run(
         plan=plan,
         progress=progress,

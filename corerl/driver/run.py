@@ -149,8 +149,7 @@ class Run:
         with self.progress.phase("compare"):
             samples = self._wait_replacing_engines(self.logprob_check.sample())
         self._compare(self.logprob_check, samples)
-        self.push_weights()  # only engines that take turns with the ranks in memory have lost them
-        self.sleep_ranks()
+        self.update_engines()  # only engines that take turns with the ranks in memory have lost their weights
 
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""

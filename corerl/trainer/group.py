@@ -240,10 +240,6 @@ class TrainGroup:
         self.loaded_version = result.weights_version
         return result
 
-    @property
-    def dp_size(self) -> int:
-        return self.layouts[0].dp_size
-
     def train(
         self, samples: SampleBatch | StoredBatch, plan: StepPlan, loss: LossSpec, step: Step
     ) -> Future[TrainResult]:

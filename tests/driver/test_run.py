@@ -28,7 +28,7 @@ from corerl.driver.sampling import Evaluations, answers_in
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, ResizeFailed, SaveFailed
 from corerl.pictures import Picture
-from corerl.plan.residency import SAMPLE
+from corerl.plan.residency import SAMPLE, save_stage
 from corerl.plugin.events import Evaluated, Notice, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation
 from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
@@ -93,7 +93,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         disk, memory = parts.pop("checkpoints", Files(-1)), parts.pop("memory", None)
         for saves in (disk, memory):
             if saves is not None:
-                saves.progress, saves.config, saves.roles = now, config.checkpoint, roles
+                saves.progress, saves.config, saves.roles, saves.residency = now, config.checkpoint, roles, residency
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
@@ -111,7 +111,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 ),
                 "sampling": sampled,
                 "evaluations": Evaluations(plan=plan, sampling=sampled, progress=now, **before),
-                "saves": Saves(disk=disk, memory=memory, residency=residency),
+                "saves": Saves(disk=disk, memory=memory),
                 "roles": roles,
                 "residency": residency,
                 "groups": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
@@ -437,6 +437,7 @@ class Files:
     progress: Progress
     config: CheckpointConfig
     roles: Mapping[str, Role]
+    residency: Any
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
@@ -444,9 +445,10 @@ class Files:
         self.log: list[tuple[str, bool]] = []
         self.states: list[dict[str, Any]] = []
 
-    def start(self, step: int, driver: DriverPart, *, background: bool, enter: Any) -> None:
+    def start(self, driver: DriverPart, *, background: bool) -> None:
+        step = self.progress.steps_done
         driver.write(Path("/run/checkpoints/partial"))
-        enter("actor")
+        self.residency.enter(save_stage("actor"))
         assert driver.state["rollout_step"] == step
         self.states.append(dict(driver.state))
         self.log.append((f"start {step}", background))
@@ -515,7 +517,7 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
 class Full(Files):
     """In-memory checkpoints without room."""
 
-    def start(self, step: int, driver: DriverPart, **how: Any) -> None:
+    def start(self, driver: DriverPart, *, background: bool) -> None:
         raise SaveFailed("no space left in memory")
 
     def give_up(self) -> None:

@@ -43,6 +43,8 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl_testing:exact_share": "corerl_testing: exact_fraction",
         "corerl.driver:Groups": "corerl.driver: RunGroups",
         "`TrainGroup.plan`": "`TrainGroup.role_plan`",
+        "`TrainGroup.dp_size`": "`group.layouts[0].dp_size`",
+        "`version` of an `UpdateResult` and of `Received`": "not needed: whoever asks for the update knows it",
         "`first_step` of an `Objective`": "`trained_from`",
         "`sent` of a `WeightSender`": "`bytes_sent`",
         "`WeightSender.sender_of`": "`sending_rank`",
