@@ -105,11 +105,16 @@ def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Pa
             f"{what} has shape {list(tensor.shape)}, but its index says {list(saved.sizes)}; the checkpoint is "
             "damaged, so resume from another one"
         )
+    if not _same(tensor, expected, what):
+        raise CheckpointDamaged(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
+
+
+def _same(tensor: torch.Tensor, expected: int | None, what: str) -> bool:
+    """Whether a tensor, which is what was saved, has only finite values. Raises CheckpointDamaged if it is not."""
     crc32, finite = checksum(tensor)
     if crc32 != expected:
         raise CheckpointDamaged(f"{what} is not what was saved (its checksum differs); resume from another checkpoint")
-    if not finite:
-        raise CheckpointDamaged(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
+    return finite
 
 
 def written_ranks(role_dir: str | Path) -> int:
@@ -136,12 +141,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
             def sound(stored: str) -> torch.Tensor:
                 # Not the file's own memory, which would be kept as long as the tensor.
                 tensor: torch.Tensor = handle.get_tensor(stored).clone()
-                crc32, _ = checksum(tensor)
-                if crc32 != index.sums.get(stored):
-                    raise CheckpointDamaged(
-                        f"{path}: {stored!r} is not what was saved (its checksum differs); resume from another "
-                        "checkpoint"
-                    )
+                _same(tensor, index.sums.get(stored), f"{path}: {stored!r}")
                 return tensor
 
             extra: dict[str, Any] = revived(index.extra, sound)

@@ -251,9 +251,8 @@ class TrainGroup:
         have that one; DataError for a target that is no id of the vocabulary."""
         self._require_step("train", step)
         stored = _stored(samples)
-        self._require_targets("train", stored.samples)
-        self.changes += 1
         pending = self._start_reading("train", stored, stored.samples.columns, plan, loss, step, at=_at(step))
+        self.changes += 1
         return self._add(pending, partial(merge_train_results, role=self.role))
 
     def forward_backward(
@@ -272,10 +271,8 @@ class TrainGroup:
         self._require_trained("forward_backward")
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         stored = _stored(samples)
-        self._require_targets("forward_backward", stored.samples)
         columns = stored.samples.columns
         pending = self._start_reading("forward_backward", stored, columns, plan, loss, wanted, last)
-
         asked = partial(merge_gradients, outputs=wanted, batch=stored.samples, members=plan.members, role=self.role)
         return self._add(pending, asked)
 
@@ -335,7 +332,6 @@ class TrainGroup:
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         columns = ["loss_mask", *([Output.ROUTED_EXPERTS.value] if replay else [])]
         if Output.LOGPROBS in wanted:
-            self._require_targets("forward", samples)
             columns.append(TARGETS)
         pending = self._start_reading("forward", stored, columns, plan, wanted, snapshot, replay)
         return self._add(pending, partial(assemble_columns, outputs=wanted, batch=samples, role=self.role))
@@ -455,10 +451,12 @@ class TrainGroup:
         return self._add(self._start(method, *args), _nothing)
 
     def _start_reading(
-        self, method: str, stored: StoredBatch, columns: Iterable[str], plan: StepPlan, *args: Any, at: str = ""
+        self, method: str, stored: StoredBatch, columns: Collection[str], plan: StepPlan, *args: Any, at: str = ""
     ) -> Pending:
         """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own shard of
         the plan. A single node reads one copy of all samples, which is put once for every step."""
+        if TARGETS in columns:
+            self._require_targets(method, stored.samples)
         if self.processes.ended:
             self._calls.raise_unread()
         places = [(node, layout.dp_rank) for node, layout in zip(self.processes.nodes, self.layouts, strict=True)]

@@ -143,7 +143,7 @@ def given_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained_by(group: TrainGroup) -> TrainResult:
     batch = batch_of(5, 2, 7, 3, 1)
-    return group.train(batch, training_plan(batch, group.dp_size), LOSS, STEP).result()
+    return group.train(batch, training_plan(batch, group.layouts[0].dp_size), LOSS, STEP).result()
 
 
 def disagreement(*results: InitResult) -> str:
