@@ -92,7 +92,7 @@ class ExpertLoad:
     """The load of experts in one rank's micro-batches of a step, and with `coef` the step's balancing loss.
 
     That loss is a mean over micro-batches by their tokens, on all ranks: each is balanced by itself, as the load of
-    other micro-batches are not known yet in its backward pass.
+    other micro-batches is not known yet in its backward pass.
     """
 
     routers: Routers
@@ -133,9 +133,9 @@ def metrics_of_load(load: Tensor) -> dict[str, Metric]:
     """Metrics of how often each expert of a layer was chosen, `load` [layers, experts] of this rank's tokens. Called on
     every rank: one all-reduce. Those without an ending are means over layers, the others of the worst layer.
 
-    largest_share   of the choices, that fall on one expert; 1 / experts if the load is even
-    entropy         of these fractions, in units of log(experts): 1 if the load is even
-    unused          experts that no token was sent to
+    largest_fraction  of the choices, that fall on one expert; 1 / experts if the load is even
+    entropy           of these fractions, in units of log(experts): 1 if the load is even
+    unused            experts that no token was sent to
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(load)
