@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from attrs import Factory, define, evolve, field
+from attrs import define, evolve, field
 
 from corerl.calls import wait_all
 from corerl.cluster import nodes
@@ -39,8 +39,6 @@ class RunGroups:
     residency: Residency
     progress: Progress
     stop: StopRequest
-    # The plan's processes, with the ranks on the engines' devices of now.
-    _placed: ProcessPlan = field(default=Factory(lambda self: self.plan.processes, takes_self=True))
     # While extensions are asked between steps: completes a checkpoint of this step, from which ranks can restart.
     save: Callable[[], Path] | None = None
     changed: set[str] = field(factory=set)  # groups that extensions have changed between steps, or may have
@@ -88,7 +86,8 @@ class RunGroups:
     def update_address(self) -> Address:
         """The address of weight updates from these ranks to these engines, without a rendezvous."""
         assert self.fleet is not None
-        return update_address(self._placed, self.plan.cluster, self.fleet, self.plan.start.run_dir)
+        placed = with_colocated_ranks(self.plan.processes, self.pool)  # where ranks and engines are now
+        return update_address(placed, self.plan.cluster, self.fleet, self.plan.start.run_dir)
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
@@ -118,9 +117,9 @@ class RunGroups:
 
     # ---- another plan -----------------------------------------------------------------------------------------------
 
-    def follow(self, plan: Plan, slots: Mapping[str, Sequence[Slot]]) -> None:
-        """Note that the groups are as this plan says, in these slots, and write its config."""
-        self.plan, self._placed = plan, with_colocated_ranks(plan.processes, slots)
+    def follow(self, plan: Plan) -> None:
+        """Note that the groups are as this plan says, and write its config."""
+        self.plan = plan
         try:
             write_config(plan.start.run_dir, plan.record)
         except ConfigError as error:  # the groups are changed already

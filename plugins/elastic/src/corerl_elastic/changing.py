@@ -57,7 +57,7 @@ def resize(run: RunGroups, overrides: Sequence[str]) -> list[str]:
             if isinstance(error, UserError | ResizeFailed):
                 raise
             raise ResizeFailed(f"{error.message}; all groups are as before") from error
-        run.follow(plan, slots)
+        run.follow(plan)
     finally:
         run.pool.take({})  # gives back what was reserved for processes that have ended, or did not come
     seconds = time.monotonic() - began
@@ -119,7 +119,7 @@ def restart_by(run: RunGroups, plan: Plan, *, staying: Sequence[str]) -> None:
     found = run.pool.replace_lost(plan.processes.placement, [*staying, *engines])
     with_colocated_ranks(plan.processes, found)  # raises before anything is taken
     run.pool.take(found)
-    run.follow(plan, found)
+    run.follow(plan)
     run.seat_engines()
     for line in _changes(before, plan):
         run.notice(line)
