@@ -47,6 +47,7 @@ class Objects:
         self._objects: list[Any] = []
         self._threads = [ThreadPoolExecutor(threads) for _ in names]
         self.nodes = ["here" for _ in names]
+        self.slots, self.watching = [], None
 
     def __len__(self) -> int:
         return len(self.names)

@@ -48,16 +48,16 @@ class RayGroup:
         order they were started; with more, that many run at once."""
         self.target = target
         self._environment = dict(environment)
-        self._slots = list(slots)
+        self.slots = list(slots)
         self._failure = failure
         self._threads = threads
-        self._watching = watching or Watching()
+        self.watching = watching or Watching()
         require_ray()
         self._members = [self._spawn(*each) for each in zip(names, slots, strict=True)]
         self._numbers = itertools.count()  # of calls
-        self._alive = True
+        self.ended = False  # whether it was killed, by its owner or because a member failed
         self._cause = ""  # the error that has ended the group, in a line
-        self._heartbeats = Heartbeats(self._watching, self._members)
+        self._heartbeats = Heartbeats(self.watching, self._members)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -69,12 +69,7 @@ class RayGroup:
     @property
     def nodes(self) -> list[str]:
         """Ray's id of each member's machine."""
-        return [slot.node for slot in self._slots]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the group was killed, by its owner or because a member failed."""
-        return not self._alive
+        return [slot.node for slot in self.slots]
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +122,7 @@ class RayGroup:
             if waiting or not all(error is not None and error.harmless for error in errors):
                 self.kill()
             cause = _first(failed, pending, waiting.values())
-            self._cause = "" if self._alive else shorten(cause.message, LONGEST)
+            self._cause = shorten(cause.message, LONGEST) if self.ended else ""
             raise cause
         return [results[member].value for member in pending.members]
 
@@ -170,7 +165,7 @@ class RayGroup:
         require_ray()
         with self._heartbeats.lock:
             ray.kill(self._members[member].actor, no_restart=True)  # in case it only seemed dead
-            self._members[member] = self._spawn(self._members[member].name, self._slots[member])
+            self._members[member] = self._spawn(self._members[member].name, self.slots[member])
         self._construct({member: arguments})
 
     def grow(self, names: Sequence[str], slots: Sequence[Slot], arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -179,7 +174,7 @@ class RayGroup:
         before = len(self)
         with self._heartbeats.lock:
             self._require_alive("grow")
-            self._slots += slots
+            self.slots += slots
             self._members += [self._spawn(*each) for each in zip(names, slots, strict=True)]
         try:
             self._construct(dict(enumerate(arguments, before)))
@@ -192,18 +187,18 @@ class RayGroup:
         rest = len(self) - count
         with self._heartbeats.lock:
             ended = self._members[rest:]
-            del self._members[rest:], self._slots[rest:]
+            del self._members[rest:], self.slots[rest:]
         for member in ended:
             ray.kill(member.actor, no_restart=True)
 
     def reassign(self, slots: Sequence[Slot]) -> None:
         """Let processes that are started in the place of these be in other slots."""
-        self._slots = list(slots)
+        self.slots = list(slots)
 
     def kill(self) -> None:
         """End all processes at once; idempotent."""
         with self._heartbeats.lock:
-            self._alive = False
+            self.ended = True
             self._heartbeats.stop()
         for member in self._members:
             ray.kill(member.actor, no_restart=True)
@@ -227,7 +222,7 @@ class RayGroup:
                 raise answers[member]
 
     def _require_alive(self, method: str) -> None:
-        if not self._alive:
+        if self.ended:
             why = f" ({self._cause})" if self._cause else ""
             raise WorkerDied(f"{self.names[0]} and its group have ended{why}; {method} can no longer be called")
 
@@ -239,10 +234,10 @@ class RayGroup:
             neighbors=slot.neighbors,
             environment={**self._environment, **slot.environment()},
             failure=self._failure,
-            traced=self._watching.on_answer is not None,
+            traced=self.watching.on_answer is not None,
             forks=slot.forks,
         )
-        return Member(name, actor, self._watching.patience)
+        return Member(name, actor, self.watching.patience)
 
     def _answer(self, ref: Any, index: int, pending: Pending) -> Any:
         result = self._result(ref, index, pending)
@@ -263,9 +258,9 @@ class RayGroup:
             return CallResult(error=lost, ended=time.time())
         if not result.phase:
             member.note_started()
-        if self._watching.on_answer is not None and index not in pending.reported:
+        if self.watching.on_answer is not None and index not in pending.reported:
             pending.reported.add(index)
-            self._watching.on_answer(member.name, pending, result)
+            self.watching.on_answer(member.name, pending, result)
         return result
 
 

@@ -97,15 +97,11 @@ class TrainGroup:
     if no result has.
     """
 
-    def __init__(
-        self, processes: RayGroup, plan: RolePlan, slots: Sequence[Slot] = (), watching: Watching | None = None
-    ) -> None:
-        """`processes` are of the plan, in these slots."""
+    def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
+        """`processes` are of the plan."""
         self.processes = processes
         self.role_plan = plan
         self.role = plan.role
-        self._slots = slots
-        self._watching = watching
         self._config: Config | None = None  # of `start`, and the bundles that it has reserved
         self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
@@ -159,7 +155,7 @@ class TrainGroup:
     @classmethod
     def launch(cls, plan: RolePlan, slots: Sequence[Slot], *, watching: Watching | None = None) -> Self:
         """Start a process for each rank; returns at once."""
-        return cls(_processes(plan, slots, watching), plan, slots, watching)
+        return cls(_processes(plan, slots, watching), plan)
 
     def restart(
         self,
@@ -179,8 +175,8 @@ class TrainGroup:
             self.role_plan = _loading(self.role_plan, resume=resume, resume_moments=moments)
         elif not moments:
             self.role_plan = _loading(self.role_plan, resume_moments=False)
-        self._slots = self._slots if slots is None else slots
-        self.processes = _processes(self.role_plan, self._slots, self._watching)
+        before = self.processes
+        self.processes = _processes(self.role_plan, before.slots if slots is None else slots, before.watching)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 

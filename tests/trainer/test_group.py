@@ -564,6 +564,8 @@ class Starting(Answers):
 
     resumed: Sequence[str] = ()
     moments: Sequence[bool] = ()
+    slots: Any = ()
+    watching: Watching | None = None
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         self.resumed = [assignment.config.resume for (assignment,) in arguments]
@@ -577,8 +579,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RolePlan, Any, Starti
     found: list[tuple[RolePlan, Any, Starting]] = []
 
     def start(plan: RolePlan, slots: Any, watching: Watching | None) -> Starting:
-        found.append((plan, slots, Starting(init=INIT)))
-        return found[-1][2]
+        new = Starting(init=INIT)
+        new.slots = slots
+        found.append((plan, slots, new))
+        return new
 
     monkeypatch.setattr(group_module, "_processes", start)
     return found
