@@ -77,31 +77,28 @@ class GatherPlan:
         Raises ContractError, on all ranks alike, if the boxes do not cover every tensor exactly once.
         """
         boxes: list[NamedBox] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
-        positions = [position for position, chunk in enumerate(chunks) if not chunk.replica]
+        own = [position for position, chunk in enumerate(chunks) if not chunk.replica]
         # A rank with faulty chunks reports them instead of raising alone, since the others would wait for it.
         copies = sorted({chunk.name for chunk in chunks if chunk.replica})
-        mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in positions])
+        mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in own])
         rank = 0 if group is None else dist.get_rank(group)
         faults, wholes, copied, boxes_of = zip(*([mine] if group is None else gather_plain(mine, group)), strict=True)
         for other, fault in enumerate(faults):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
-        by_rank = [[_tuples(box) for box in each] for each in boxes_of]
+        by_rank: list[list[NamedBox]] = [  # JSON has made lists of tuples
+            [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in each]
+            for each in boxes_of
+        ]
         shapes = _checked_shapes(by_rank)
         names = ((name for name, _, _ in each) for each in by_rank)
-        stage_ranks = first_of_stages([{*own, *others} for own, others in zip(names, copied, strict=True)])
+        stages = first_of_stages([{*held, *others} for held, others in zip(names, copied, strict=True)])
         all_whole = all(whole == len(shapes) for whole in wholes)
         if all_whole:
             by_rank = [boxes if other == rank else [] for other in range(len(by_rank))]
-            positions = list(range(len(chunks)))
+            own = list(range(len(chunks)))
         return cls(
-            shapes=shapes,
-            stage_ranks=stage_ranks,
-            boxes=by_rank,
-            positions=positions,
-            group=group,
-            rank=rank,
-            all_whole=all_whole,
+            shapes=shapes, stage_ranks=stages, boxes=by_rank, positions=own, group=group, rank=rank, all_whole=all_whole
         )
 
     def gather(
@@ -285,12 +282,6 @@ def _checked_shapes(by_rank: list[list[NamedBox]]) -> list[tuple[str, Shape]]:
             "exactly one box, and mark further copies as replicas"
         )
     return list(shapes.items())
-
-
-def _tuples(box: Any) -> NamedBox:
-    """A box that was JSON."""
-    name, shape, (offsets, sizes) = box
-    return name, tuple(shape), (tuple(offsets), tuple(sizes))
 
 
 def gather_plain(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
