@@ -27,8 +27,6 @@ GRACE_SECONDS = 3.0
 COUNT_SECONDS = 2.0  # between two reports of how far a call is
 ASIDE_SECONDS = 5.0  # for processes to answer a call while others run
 
-CallCounts = Callable[[Mapping[int, int | None]], None]  # called with parts that have ended, by member
-
 
 class RayGroup:
     """Processes of the same class, with names such as `actor rank 0`."""
@@ -127,19 +125,19 @@ class RayGroup:
         return [results[member].value for member in pending.members]
 
     def answers(
-        self, pending: Pending, *, timeout: float | None = None, on_counts: CallCounts | None = None
+        self, pending: Pending, *, timeout: float | None = None, on_ended: Callable[[int], None] | None = None
     ) -> dict[int, Any]:
         """Each member's result or CorerlError, of those that answer within `timeout` seconds. A failure does not end
-        the other members. `on_counts` is called every few seconds with the members that have not answered, and how many
-        parts of their calls have ended; None of one that does not report it."""
+        the other members. `on_ended` is called every few seconds, for each member that has not answered and reports it,
+        with how many parts of its call have ended."""
         members = pending.by_ref
 
         def wait(seconds: float | None) -> tuple[list[Any], list[Any]]:
             return ray.wait(list(members), num_returns=len(members), timeout=seconds)
 
-        while on_counts is not None and (running := wait(COUNT_SECONDS)[1]):
-            counts = counts_of(pending, [members[ref] for ref in running])
-            on_counts({members[ref]: counts[members[ref]][0] if members[ref] in counts else None for ref in running})
+        while on_ended is not None and (running := wait(COUNT_SECONDS)[1]):
+            for ended, _ in counts_of(pending, [members[ref] for ref in running]).values():
+                on_ended(ended)
         return {members[ref]: self._answer(ref, members[ref], pending) for ref in wait(timeout)[0]}
 
     def ready(self, pending: Pending, timeout: float) -> bool:

@@ -31,7 +31,7 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 if TYPE_CHECKING:
-    from corerl.cluster.group import CallCounts, RayGroup
+    from corerl.cluster.group import RayGroup
 
 STARTING_SECONDS = 1.0  # between two polls of replicas that are starting
 END_SECONDS = 5.0  # for calls to notice that their processes have been killed
@@ -235,14 +235,7 @@ class EngineFleet:
         self, replica: Replica, request: GenerateRequest, on_ended: OnRowsEnded | None
     ) -> Generation | None:
         """One call of a replica; None if it died."""
-
-        def on_counts(counts: Mapping[int, int | None]) -> None:
-            for ended in counts.values():
-                if on_ended is not None and ended is not None:
-                    on_ended(ended)
-
-        counts = None if on_ended is None else on_counts
-        ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts)
+        ask = functools.partial(self._ask, "generate", {replica: (request,)}, on_ended)
         pauses_ended = self._pauses_ended
         try:
             # Lost while the request waited.
@@ -483,7 +476,7 @@ class EngineFleet:
         raise error
 
     def _ask(
-        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], on_counts: CallCounts | None = None
+        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], on_ended: OnRowsEnded | None = None
     ) -> dict[Replica, Any]:
         """Return the answers of the live replicas, and mark those that died. On any other failure, or when a dead
         replica's restarts are used up, kill all processes and raise the error. Replicas that were replaced or ended are
@@ -493,7 +486,7 @@ class EngineFleet:
                 self._calls_in_progress += 1
                 asked = {index: each for index, each in enumerate(self._replicas) if each in arguments}
                 pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
-            found = self.processes.answers(pending, on_counts=on_counts)
+            found = self.processes.answers(pending, on_ended=on_ended)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
         finally:

@@ -89,7 +89,7 @@ class ReplacedMeanwhile:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: None, *, on_counts: Any) -> dict[int, Any]:
+    def answers(self, pending: None, *, on_ended: Any) -> dict[int, Any]:
         died = WorkerDied("engine-1: its process died")
         self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
         self.replacing.start()

@@ -206,7 +206,7 @@ class Engines:
     def wait(self, pending: Any) -> list[Any]:
         return list(self.answers(pending).values())
 
-    def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, on_ended: Any = None) -> dict[int, Any]:
         """Without any time, that of the first replica."""
         method, arguments = pending
         if timeout == 0.0:
