@@ -111,8 +111,9 @@ class RunGroups:
         for name, role in self.roles.items():
             saved = "" if checkpoint is None or role.loss is None else str(checkpoint / name)
             starting[name] = role.group.restart(saved, plans[name], self.pool[name])
-        for name, init in wait_all(starting).items():
-            self.roles[name].next_optimizer_step = init.optimizer_step
+        wait_all(starting)
+        for role in self.roles.values():
+            role.next_optimizer_step = role.group.loaded_step
         self.residency.ranks_changed(self.roles)
 
     # ---- another plan -----------------------------------------------------------------------------------------------

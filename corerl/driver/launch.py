@@ -151,7 +151,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         plan.processes, plan.cluster, plan.rollout.settings, loop, progress, stack, traces=traced(plan.extensions)
     )
     actor, fleet = started.train_groups[ACTOR], started.fleet
-    roles = roles_of(plan, started.train_groups, started.inits, notify=progress.notice)
+    roles = roles_of(plan, started.train_groups, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     asked = trains and REFERENCE in plan.algorithm.snapshots(ACTOR)
     reference = ReferencePolicy(group=actor, asked=asked, settings=plan.algorithm.settings, progress=progress)

@@ -20,7 +20,7 @@ from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
 from corerl.plan.residency import ACTOR_WEIGHTS
 from corerl.trainer.group import StoredBatch, TrainGroup
-from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
+from corerl.types import Array, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
 
 @define(kw_only=True)
@@ -164,9 +164,7 @@ class ReferencePolicy:
             self.group.snapshot(REFERENCE).create().result()
 
 
-def roles_of(
-    plan: Plan, groups: Mapping[str, TrainGroup], inits: Mapping[str, InitResult], *, notify: Callable[[str], None]
-) -> dict[str, Role]:
+def roles_of(plan: Plan, groups: Mapping[str, TrainGroup], *, notify: Callable[[str], None]) -> dict[str, Role]:
     """The roles of groups that have started. If the run resumes, their schedules continue; `notify` gets a line
     about a learning rate that jumps."""
     roles = {}
@@ -180,7 +178,7 @@ def roles_of(
             seed=plan.run.seed,
             trained_from=objective.trained_from if objective else 0,
             rollout_steps=train.schedule.steps or plan.run.steps,
-            next_optimizer_step=inits[name].optimizer_step,
+            next_optimizer_step=group.loaded_step,
         )
     if plan.start.state and plan.run.trains:
         trained = [role for role in roles.values() if role.loss is not None]

@@ -106,7 +106,8 @@ class TrainGroup:
         self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
-        self.loaded_version = 0  # of the weights that the ranks loaded; they send engines no version before it
+        self.loaded_step = 0  # the optimizer step that comes after the state that the ranks loaded
+        self.loaded_version = 0  # of the weights that they loaded; they send engines no version before it
         self.changes = 0  # verbs that have changed the weights, or may have
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
@@ -233,7 +234,7 @@ class TrainGroup:
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
         result = merge_inits(results, self.role_plan)
-        self.loaded_version = result.weights_version
+        self.loaded_step, self.loaded_version = result.optimizer_step, result.weights_version
         return result
 
     def train(

@@ -60,7 +60,7 @@ class Group:
         self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
         self.changes = 0
-        self.loaded_version = 0
+        self.loaded_step = self.loaded_version = 0
         self.ended = False
         self.failure: Exception | None = None
         self.any_dead = False

@@ -35,6 +35,7 @@ class Ranks(Group):
     restarted: tuple[str, RolePlan, Sequence[Slot]] | None = None
     failures: list[Exception] = field(factory=list)  # of the next restarts
     layouts: list[ParallelLayout] = field(factory=list)
+    loaded_step: int = 0
 
     def __attrs_post_init__(self) -> None:
         self.processes: Any = SimpleNamespace(ended=False, kill=lambda: self.log.append(f"end {self.role}"))
