@@ -241,11 +241,11 @@ class TrainGroup:
         self, samples: SampleBatch | StoredBatch, plan: StepPlan, loss: LossSpec, step: Step
     ) -> Future[TrainResult]:
         """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `plan` assigns the
-        samples to dp ranks and micro-batches; several steps read one copy of a `corerl.StoredBatch`.
-        Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
-        the step was applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam`
-        is set and the backend does not have the capability `adam`, or samples have a column `targets` and it does not
-        have that one; DataError for a target that is no id of the vocabulary."""
+        samples to dp ranks and micro-batches; several steps read one copy of a `corerl.StoredBatch`. Raises the error
+        of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether the step was
+        applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam` is set and
+        the backend does not have the capability `adam`, or samples have a column `targets` and it does not have that
+        one; DataError for a target that is no id of the vocabulary."""
         self._require_step("train", step)
         stored = _stored(samples)
         pending = self._start_reading("train", stored, stored.samples.columns, plan, loss, step, at=_at(step))
@@ -352,12 +352,11 @@ class TrainGroup:
     def update_weights(
         self, address: Address, version: int, *, verify: bool = False, adapters: bool = False, snapshot: str = ""
     ) -> Future[UpdateResult]:
-        """Send the weights, or `snapshot`, to the receivers at `address` as `version`, which must be above
-        every earlier one. In the
-        result, bytes are of all ranks and seconds of the slowest; an engine that did not get every bucket has an entry
-        in `engines`, and after that the next update needs another `rendezvous`; with `verify`, `sums` has the bit sums
-        of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent, to engines that hold all
-        other weights (`weights.lora = "adapter"`)."""
+        """Send the weights, or `snapshot`, to the receivers at `address` as `version`, which must be above every
+        earlier one. In the result, bytes are of all ranks and seconds of the slowest; an engine that did not get every
+        bucket has an entry in `engines`, and after that the next update needs another `rendezvous`; with `verify`,
+        `sums` has the bit sums of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent,
+        to engines that hold all other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
         return self._add(self._start("update_weights", address, version, verify, adapters, snapshot), merge_updates)
 
