@@ -44,7 +44,7 @@ from corerl.plugin.spec import NoOptions
 from corerl.rollout.sampler import PromptSampler, SamplerContext, assemble
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
-from corerl.trainer.group import TrainGroup, share
+from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import (
     ForwardResult,
     Metric,
@@ -257,7 +257,7 @@ def measure(samples: SampleBatch, reader: Any, *, ranks: int, dp_size: int) -> R
     samples = samples.with_columns(old_logprobs=found[Output.LOGPROBS])
     with timed(row, "plans"):
         plans = group.plan_steps(samples, seed=0)
-    shared, steps = share(samples), []
+    shared, steps = StoredBatch(samples), []
     for number, plan in enumerate(plans):
         step = Step(optimizer_step=number, rollout_step=0, lr=1e-6)
         with timed(row, "samples to ranks"):

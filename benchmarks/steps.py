@@ -257,7 +257,7 @@ def packed_batch(work: Work, *, dp_rank: int, dp_size: int, sequence_multiple: i
         max_tokens=1,
         seed=0,
     )
-    batch = pack(samples, plan.share_of(dp_rank), sequence_multiple=sequence_multiple)
+    batch = pack(samples, plan.shard_of(dp_rank), sequence_multiple=sequence_multiple)
     if not work.lengths and (batch.count != work.micro_batches or work.sequence % sequence_multiple):
         raise ValueError(
             f"{batch.count} micro-batches of sequences padded to {sequence_multiple}; the case wants "

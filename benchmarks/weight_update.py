@@ -185,7 +185,7 @@ def address_of(case: Case) -> Address:
         port=port,
         listen_fd=listening.detach() if listening else None,
         token=token,
-        senders=() if case.apart else tuple(range(len(engines))),
+        colocated_ranks=() if case.apart else tuple(range(len(engines))),
         device=case.device,
         timeout=TIMEOUT,
     )

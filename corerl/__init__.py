@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from corerl.errors import CorerlError as CorerlError
     from corerl.kinds import MemoryKind as MemoryKind
     from corerl.loop import train as train
+    from corerl.trainer.group import StoredBatch as StoredBatch
     from corerl.trainer.group import TrainGroup as TrainGroup
-    from corerl.trainer.group import share as share
     from corerl.types import AdamSettings as AdamSettings
     from corerl.types import LossSpec as LossSpec
     from corerl.types import Output as Output

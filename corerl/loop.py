@@ -21,14 +21,13 @@ from corerl.plan.plan import Plan
 
 def training(run: Run) -> None:
     with run.rewinding_if_ranks_die():
-        run.push_weights()
-        run.sleep_ranks()
+        run.update_engines()
         run.check_logprobs()
         run.evaluate()
-    for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
+    for scored, streamed in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
         # A death ends the block, and is not raised: `batches` then goes on from the last checkpoint.
         with run.rewinding_if_ranks_die():
-            batch = run.prepare(scored)
+            batch = run.prepare(scored, streamed)
             results = run.optimize(batch)
             run.progress.steps_done += 1
             run.push_weights()
@@ -43,11 +42,10 @@ def training(run: Run) -> None:
 
 def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
-    run.push_weights()
-    run.sleep_ranks()
+    run.update_engines()
     run.check_logprobs()
     run.evaluate()
-    for scored in run.batches():  # written to disk
+    for scored, _ in run.batches():  # written to disk
         run.progress.steps_done += 1
         run.step_done(scored, None, {})
         run.update_engines()  # the weights stay: others start in the place of dead engines
@@ -58,8 +56,7 @@ def sampling(run: Run) -> None:
 
 def evaluating(run: Run) -> None:
     """Score the initial or resumed weights on the held-out prompts."""
-    run.push_weights()
-    run.sleep_ranks()
+    run.update_engines()
     run.evaluate(always=True)
 
 

@@ -7,7 +7,7 @@ Axes: N tokens of a rollout batch, B rows, E samples, T tokens of a micro-batch,
 
 What a step is on its way: `GenerateRequest` (to an engine) and `Generation` (from it), `Rollout` (of the sampler),
 `ScoredRollout` (with rewards), `SampleBatch` (its rows, here), `TrainBatch` (with advantages), `StepPlan` and its part
-for a dp rank, `StepShare` (which rows make which micro-batch), `PackedBatch` of `MicroBatch`es (on a rank, here),
+for a dp rank, `StepShard` (which rows make which micro-batch), `PackedBatch` of `MicroBatch`es (on a rank, here),
 `DeviceBatch` (as tensors), and `LossInputs` (what a loss reads).
 """
 
@@ -295,7 +295,7 @@ class SampleBatch:
 class MicroBatch:
     """Packed sequences that go through the model together without attending to each other.
 
-    With `shared`, the first shared[s] tokens of sequence s are those of the one before it, so that a model may compute
+    The first prefix_lengths[s] tokens of sequence s are those of the one before it, so that a model may compute
     them once: what the model is given of them is the same, though their other columns may differ. There is then no
     padding.
     """
@@ -306,12 +306,12 @@ class MicroBatch:
     lengths: IntArray  # [S] without the padding required by ParallelLayout.sequence_multiple
     rows: IntArray  # [S] row of each sequence in the rollout batch; -1 for a filler
     columns: Mapping[str, Array] = field(factory=dict)  # each [T, ...]; `weights` already holds 1 / denominator
-    shared: IntArray | None = None  # [S]; None unless the rank's layout sets `shares_prefixes`
+    prefix_lengths: IntArray | None = None  # [S]; None unless the rank's layout sets `shares_prefixes`
 
 
 @frozen(kw_only=True)
 class PackedBatch:
-    """One rank's share of a forward pass or an optimizer step. Backends must not mutate its contents."""
+    """One rank's shard of a forward pass or an optimizer step. Backends must not mutate its contents."""
 
     micro_batches: Iterable[MicroBatch]  # may be lazy; equally many on every dp rank
     count: int  # of micro-batches
@@ -393,8 +393,8 @@ class ParallelLayout:
     # Sequences are padded to the longest of their micro-batch, so that they should have similar lengths; the padding
     # counts as tokens of the micro-batch.
     rectangular: bool = False
-    # Sequences of a group that begin alike follow each other in a micro-batch, which says so in `shared` and counts the
-    # tokens in common once. Not together with `rectangular` or a `sequence_multiple`.
+    # Sequences of a group that begin alike follow each other in a micro-batch, which says so in `prefix_lengths` and
+    # counts the tokens in common once. Not together with `rectangular` or a `sequence_multiple`.
     shares_prefixes: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -470,7 +470,6 @@ class TrainResult:
 class UpdateResult:
     """What a rank reports of one weight update."""
 
-    version: int
     bytes: int  # sent by this rank
     seconds: float
     engines: Mapping[str, str] = field(factory=dict)  # engine -> why it lacks buckets; "" if it has all

@@ -47,6 +47,7 @@ class Objects:
         self._objects: list[Any] = []
         self._threads = [ThreadPoolExecutor(threads) for _ in names]
         self.nodes = ["here" for _ in names]
+        self.slots, self.watching = [], None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -87,7 +88,7 @@ class Objects:
     def wait(self, pending: Calls) -> list[Any]:
         return [future.result() for future in pending.futures.values()]
 
-    def answers(self, pending: Calls, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Calls, *, timeout: float | None = None, on_ended: Any = None) -> dict[int, Any]:
         done = wait(pending.futures.values(), timeout).done
         return {
             member: error if isinstance(error := future.exception(), CorerlError) else future.result()

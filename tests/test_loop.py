@@ -49,11 +49,15 @@ class FakeRun:
         self.progress = Progress(Observers([]), 5)
         self.plan = SimpleNamespace(run=RunConfig())
 
-    def batches(self) -> Iterator[str]:
-        return (f"batch {step}" for step in range(self.steps))
+    def batches(self) -> Iterator[tuple[str, str]]:
+        return ((f"batch {step}", f"gradients of {step}") for step in range(self.steps))
 
     def push_weights(self) -> None:
         self.log.append("push")
+
+    def update_engines(self) -> None:
+        self.push_weights()
+        self.sleep_ranks()
 
     def check_logprobs(self) -> None:
         self.log.append("check")
@@ -68,7 +72,8 @@ class FakeRun:
     def sleep_ranks(self) -> None:
         self.log.append("ranks sleep")
 
-    def prepare(self, scored: str) -> FakeBatch:
+    def prepare(self, scored: str, streamed: str) -> FakeBatch:
+        assert streamed == scored.replace("batch", "gradients of")
         return FakeBatch(samples=f"samples of {scored}")
 
     def optimize(self, batch: FakeBatch) -> str:

@@ -46,7 +46,7 @@ class Objective:
     # The actor's gets the entropy bonus and the KL penalty of [algorithm] as parameters besides its own.
     loss: LossSpec
     aggregation: str = ""  # how its tokens are weighted; "" as `algorithm.aggregation` says
-    first_step: int = 0  # the rollout step in which its training starts
+    trained_from: int = 0  # the rollout step in which its training starts
 
 
 class Algorithm(ABC):

@@ -35,12 +35,12 @@ class DeviceBatch:
 
 def to_device(micro: MicroBatch, device: torch.device) -> DeviceBatch:
     """Copy a micro-batch to `device`; always a copy, since its arrays may be read-only views of the object store."""
-    packing, shared = PackedSequences.of(micro.cu_seqlens, device), micro.shared
+    packing, prefixes = PackedSequences.of(micro.cu_seqlens, device), micro.prefix_lengths
     return DeviceBatch(
         tokens=upload(micro.tokens, device),
         positions=upload(micro.positions, device),
         packing=packing,
-        passed=packing if shared is None or not shared.any() else packing.sharing(shared),
+        passed=packing if prefixes is None or not prefixes.any() else packing.with_prefixes(prefixes),
         columns={name: upload(column, device) for name, column in micro.columns.items()},
     )
 

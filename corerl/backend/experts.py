@@ -91,8 +91,8 @@ def require_balance(coef: float, *, layers: int, tokens: int) -> None:
 class ExpertLoad:
     """The load of experts in one rank's micro-batches of a step, and with `coef` the step's balancing loss.
 
-    That loss is a mean over micro-batches by their tokens, on all ranks: each is balanced by itself, as the shares of
-    other micro-batches are not known yet in its backward pass.
+    That loss is a mean over micro-batches by their tokens, on all ranks: each is balanced by itself, as the load of
+    other micro-batches is not known yet in its backward pass.
     """
 
     routers: Routers
@@ -133,16 +133,16 @@ def metrics_of_load(load: Tensor) -> dict[str, Metric]:
     """Metrics of how often each expert of a layer was chosen, `load` [layers, experts] of this rank's tokens. Called on
     every rank: one all-reduce. Those without an ending are means over layers, the others of the worst layer.
 
-    largest_share   of the choices, that fall on one expert; 1 / experts if the load is even
-    entropy         of the shares, in units of log(experts): 1 if the load is even
-    unused          experts that no token was sent to
+    largest_fraction  of the choices, that fall on one expert; 1 / experts if the load is even
+    entropy           of these fractions, in units of log(experts): 1 if the load is even
+    unused            experts that no token was sent to
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(load)
-    shares = load.double() / load.sum(1, keepdim=True).clamp(min=1)
+    fractions = load.double() / load.sum(1, keepdim=True).clamp(min=1)
     values = {
-        "moe/largest_share": (shares.amax(1), Reduction.MAX),
-        "moe/entropy": (-torch.xlogy(shares, shares).sum(1) / math.log(max(2, load.shape[1])), Reduction.MIN),
+        "moe/largest_fraction": (fractions.amax(1), Reduction.MAX),
+        "moe/entropy": (-torch.xlogy(fractions, fractions).sum(1) / math.log(max(2, load.shape[1])), Reduction.MIN),
         "moe/unused": ((load == 0).sum(1).double(), Reduction.MAX),
     }
     metrics: dict[str, Metric] = {}

@@ -26,7 +26,7 @@ from corerl.types import (
     merge_metrics,
 )
 
-PREFIXES_SAVED = "prefixes/saved"  # the metric: the share of tokens that go through the model with another sequence
+PREFIXES_SAVED = "prefixes/saved"  # the metric: the fraction of tokens that go through the model with another sequence
 
 # (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one. Two more
 # arguments follow where there are any: what the tower has made of the pictures that tokens show, and the targets.
@@ -83,7 +83,7 @@ class StepLosses:
                 yield result.loss if balance is None else result.loss + balance
             self._metrics.add(result.metrics)
             self._tokens += inputs.passed.tokens
-            if micro.shared is not None:
+            if micro.prefix_lengths is not None:
                 saved = Metric(len(micro.tokens) - inputs.passed.tokens, len(micro.tokens))
                 self._saved = merge_metrics((self._saved, {PREFIXES_SAVED: saved}))
             if self._wanted:
@@ -132,8 +132,8 @@ def _replayed(
 ) -> AbstractContextManager[None]:
     if routers is None:
         return nullcontext()
-    shared = inputs.passed.prefixes
-    routers.set_cells(*((None, None) if shared is None else (shared.token, shared.place)))
+    prefixes = inputs.passed.prefixes
+    routers.set_cells(*((None, None) if prefixes is None else (prefixes.token, prefixes.place)))
     return routers.replaying(replayed_experts(routers, micro, inputs.tokens.device), keep=keep, record=record)
 
 
@@ -141,9 +141,9 @@ def _outputs(
     model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...], seen: Seen | None
 ) -> Mapping[Output, Tensor]:
     tokens, positions, targets = inputs.tokens, inputs.positions, inputs.columns.get(TARGETS)
-    if (shared := inputs.passed.prefixes) is not None:
-        tokens, positions = (each.index_select(0, shared.token) for each in (tokens, positions))
-        targets = None if targets is None else targets.index_select(0, shared.token)
+    if (prefixes := inputs.passed.prefixes) is not None:
+        tokens, positions = (each.index_select(0, prefixes.token) for each in (tokens, positions))
+        targets = None if targets is None else targets.index_select(0, prefixes.token)
     more = (seen, targets) if targets is not None else () if seen is None else (seen,)
     outputs = model(tokens, inputs.passed, positions, temperature, wanted, *more)
-    return outputs if shared is None else {name: x.index_select(0, shared.place) for name, x in outputs.items()}
+    return outputs if prefixes is None else {name: x.index_select(0, prefixes.place) for name, x in outputs.items()}

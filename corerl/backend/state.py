@@ -124,7 +124,7 @@ class TrainingState(Primitives):
         return f"checkpoint {Path(self.config.resume)}"
 
     def _take(self, key: StateKey, chunks: Sequence[Chunk]) -> None:
-        """Fill the chunks with the saved state, for MASTER that of buffers too, and verify this rank's share of all of
+        """Fill the chunks with the saved state, for MASTER that of buffers too, and verify this rank's part of all of
         it."""
         source = CheckpointSource(self.config.resume, *(WEIGHTS if key is StateKey.MASTER else [key.value]))
         fill(chunks, source, what=self._checkpoint)

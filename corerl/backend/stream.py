@@ -42,7 +42,7 @@ class WeightStream(Primitives):
         weights, shapes = self.config.weights, self._gather_plan.shapes
         dtype = self.config.train.precision if weights.dtype == "model" else weights.dtype
         cut = functools.partial(
-            build_manifest, dtype=dtype, bucket_bytes=weights.bucket_bytes, senders=self._gather_plan.senders
+            build_manifest, dtype=dtype, bucket_bytes=weights.bucket_bytes, stage_ranks=self._gather_plan.stage_ranks
         )
         adapters = [each for each in shapes if is_adapter(each[0])]
         separate = weights.lora == "adapter"
@@ -81,7 +81,7 @@ class WeightStream(Primitives):
     def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         started = time.perf_counter()
         stream = self.stream(adapters=adapters)
-        roots = [sender.sender_of(bucket) for bucket in stream.gathered.buckets]
+        roots = [sender.sending_rank(bucket) for bucket in stream.gathered.buckets]
         sends = None in roots or self.layout.rank in roots
         sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
@@ -102,9 +102,9 @@ class WeightStream(Primitives):
         if sends:
             with self.span("wait for engines"):
                 engines = sender.finish()
-            sent = sent if sender.sent is None else sender.sent
+            sent = sent if sender.bytes_sent is None else sender.bytes_sent
         self.weights_version = version
-        return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)
+        return UpdateResult(bytes=sent, seconds=time.perf_counter() - started, engines=engines)
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
         """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all ranks if it is None.

@@ -182,7 +182,7 @@ def checksum(tensor: torch.Tensor) -> Checksum:
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
     """The same for each tensor, in threads: zlib and numpy let others run."""
-    # As many as torch may use, which is this process's share of the host's cores.
+    # As many as torch may use, which is this process's part of the host's cores.
     threads = max(1, min(torch.get_num_threads(), THREADS))
     # The largest ones first: begun last, one would keep a single thread busy while the others have nothing left.
     names = sorted(tensors, key=lambda name: -tensors[name].numel())

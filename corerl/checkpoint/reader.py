@@ -1,4 +1,4 @@
-"""Read a checkpoint box by box: each rank reads exactly its share, whatever parallelism wrote it."""
+"""Read a checkpoint box by box: each rank reads exactly its part, whatever parallelism wrote it."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ class CheckpointSource:
         return out
 
     def verify(self, *, rank: int, world_size: int) -> None:
-        """Read this rank's share of the boxes that were written, but for those that it has read whole before, and so
+        """Read this rank's part of the boxes that were written, but for those that it has read whole before, and so
         verified. Called by every rank once it has read what it needs: then each box has been verified by one, also
         where all ranks need only parts of it. Raises CheckpointDamaged."""
         numbers = [0] * self._writers
         for boxes in self._boxes.values():
             for writer, saved in boxes:
                 # With as many ranks as wrote, each has mostly read what it wrote itself.
-                sharing = range(writer % world_size, world_size, self._writers)
-                mine = sharing[numbers[writer] % len(sharing)] == rank
+                readers = range(writer % world_size, world_size, self._writers)
+                mine = readers[numbers[writer] % len(readers)] == rank
                 numbers[writer] += 1
                 if mine and (writer, saved.stored) in self._sums:
                     self._slice(writer, saved, (), whole=True)
@@ -105,11 +105,16 @@ def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Pa
             f"{what} has shape {list(tensor.shape)}, but its index says {list(saved.sizes)}; the checkpoint is "
             "damaged, so resume from another one"
         )
+    if not _same(tensor, expected, what):
+        raise CheckpointDamaged(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
+
+
+def _same(tensor: torch.Tensor, expected: int | None, what: str) -> bool:
+    """Whether a tensor, which is what was saved, has only finite values. Raises CheckpointDamaged if it is not."""
     crc32, finite = checksum(tensor)
     if crc32 != expected:
         raise CheckpointDamaged(f"{what} is not what was saved (its checksum differs); resume from another checkpoint")
-    if not finite:
-        raise CheckpointDamaged(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
+    return finite
 
 
 def written_ranks(role_dir: str | Path) -> int:
@@ -136,12 +141,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
             def sound(stored: str) -> torch.Tensor:
                 # Not the file's own memory, which would be kept as long as the tensor.
                 tensor: torch.Tensor = handle.get_tensor(stored).clone()
-                crc32, _ = checksum(tensor)
-                if crc32 != index.sums.get(stored):
-                    raise CheckpointDamaged(
-                        f"{path}: {stored!r} is not what was saved (its checksum differs); resume from another "
-                        "checkpoint"
-                    )
+                _same(tensor, index.sums.get(stored), f"{path}: {stored!r}")
                 return tensor
 
             extra: dict[str, Any] = revived(index.extra, sound)

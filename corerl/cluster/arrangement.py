@@ -24,7 +24,7 @@ class Placement:
         """The bundles of group `name`'s process whose first bundle is `place`."""
         return range(place, place + self.widths.get(name, 1))
 
-    def share(self, bundle: int) -> float:
+    def fraction(self, bundle: int) -> float:
         """The fraction of the bundle that each process on it gets."""
         return 1.0 / sum(bundle in self.taken(name, place) for name in self.places for place in self.places[name])
 
@@ -51,7 +51,7 @@ def arrange(
     """
     widths = {name: width for name, width in (widths or {}).items() if width > 1}
     places: dict[str, tuple[int, ...]] = {}
-    shared = bundles = max(
+    colocated = bundles = max(
         (n * widths.get(name, 1) for name, n in groups.items() if name not in own_devices), default=0
     )
     for name, count in groups.items():
@@ -61,6 +61,6 @@ def arrange(
             bundles += count * width
         else:
             # A wide process starts at a multiple of its width, so that it stays on one machine and none overlap.
-            places[name] = tuple(index * (shared // width) // count * width for index in range(count))
+            places[name] = tuple(index * (colocated // width) // count * width for index in range(count))
     bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
     return Placement(places=places, bundles=bundles, bundle=bundle, widths=widths, separate=tuple(own_devices))

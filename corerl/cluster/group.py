@@ -27,8 +27,6 @@ GRACE_SECONDS = 3.0
 COUNT_SECONDS = 2.0  # between two reports of how far a call is
 ASIDE_SECONDS = 5.0  # for processes to answer a call while others run
 
-CallCounts = Callable[[Mapping[int, int | None]], None]  # called with parts that have ended, by member
-
 
 class RayGroup:
     """Processes of the same class, with names such as `actor rank 0`."""
@@ -48,16 +46,16 @@ class RayGroup:
         order they were started; with more, that many run at once."""
         self.target = target
         self._environment = dict(environment)
-        self._slots = list(slots)
+        self.slots = list(slots)
         self._failure = failure
         self._threads = threads
-        self._watching = watching or Watching()
+        self.watching = watching or Watching()
         require_ray()
         self._members = [self._spawn(*each) for each in zip(names, slots, strict=True)]
         self._numbers = itertools.count()  # of calls
-        self._alive = True
+        self.ended = False  # whether it was killed, by its owner or because a member failed
         self._cause = ""  # the error that has ended the group, in a line
-        self._heartbeats = Heartbeats(self._watching, self._members)
+        self._heartbeats = Heartbeats(self.watching, self._members)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -69,12 +67,7 @@ class RayGroup:
     @property
     def nodes(self) -> list[str]:
         """Ray's id of each member's machine."""
-        return [slot.node for slot in self._slots]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the group was killed, by its owner or because a member failed."""
-        return not self._alive
+        return [slot.node for slot in self.slots]
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -109,7 +102,7 @@ class RayGroup:
         """Results in the members' order. The first failure ends the whole group and is raised; but if all members
         answered and every failure was a mere refusal (`CorerlError.harmless`), the group lives on."""
         results: dict[int, CallResult] = {}
-        waiting = dict(zip(pending.refs, pending.members, strict=True))
+        waiting = pending.by_ref
         deadline: float | None = None
         while waiting:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -127,30 +120,30 @@ class RayGroup:
             if waiting or not all(error is not None and error.harmless for error in errors):
                 self.kill()
             cause = _first(failed, pending, waiting.values())
-            self._cause = "" if self._alive else shorten(cause.message, LONGEST)
+            self._cause = shorten(cause.message, LONGEST) if self.ended else ""
             raise cause
         return [results[member].value for member in pending.members]
 
     def answers(
-        self, pending: Pending, *, timeout: float | None = None, on_counts: CallCounts | None = None
+        self, pending: Pending, *, timeout: float | None = None, on_ended: Callable[[int], None] | None = None
     ) -> dict[int, Any]:
         """Each member's result or CorerlError, of those that answer within `timeout` seconds. A failure does not end
-        the other members. `on_counts` is called every few seconds with the members that have not answered, and how many
-        parts of their calls have ended; None of one that does not report it."""
-        members = dict(zip(pending.refs, pending.members, strict=True))
+        the other members. `on_ended` is called every few seconds, for each member that has not answered and reports it,
+        with how many parts of its call have ended."""
+        members = pending.by_ref
 
         def wait(seconds: float | None) -> tuple[list[Any], list[Any]]:
             return ray.wait(list(members), num_returns=len(members), timeout=seconds)
 
-        while on_counts is not None and (running := wait(COUNT_SECONDS)[1]):
-            counts = counts_of(pending, [members[ref] for ref in running])
-            on_counts({members[ref]: counts[members[ref]][0] if members[ref] in counts else None for ref in running})
+        while on_ended is not None and (running := wait(COUNT_SECONDS)[1]):
+            for ended, _ in counts_of(pending, [members[ref] for ref in running]).values():
+                on_ended(ended)
         return {members[ref]: self._answer(ref, members[ref], pending) for ref in wait(timeout)[0]}
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""
-        ended, waiting = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
-        members = dict(zip(pending.refs, pending.members, strict=True))
+        members = pending.by_ref
+        ended, waiting = ray.wait(list(members), num_returns=len(members), timeout=timeout)
         return not waiting or any(_stops(self._result(ref, members[ref], pending)) for ref in ended)
 
     def aside(self, method: str, *args: Any) -> None:
@@ -170,7 +163,7 @@ class RayGroup:
         require_ray()
         with self._heartbeats.lock:
             ray.kill(self._members[member].actor, no_restart=True)  # in case it only seemed dead
-            self._members[member] = self._spawn(self._members[member].name, self._slots[member])
+            self._members[member] = self._spawn(self._members[member].name, self.slots[member])
         self._construct({member: arguments})
 
     def grow(self, names: Sequence[str], slots: Sequence[Slot], arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -179,7 +172,7 @@ class RayGroup:
         before = len(self)
         with self._heartbeats.lock:
             self._require_alive("grow")
-            self._slots += slots
+            self.slots += slots
             self._members += [self._spawn(*each) for each in zip(names, slots, strict=True)]
         try:
             self._construct(dict(enumerate(arguments, before)))
@@ -192,18 +185,18 @@ class RayGroup:
         rest = len(self) - count
         with self._heartbeats.lock:
             ended = self._members[rest:]
-            del self._members[rest:], self._slots[rest:]
+            del self._members[rest:], self.slots[rest:]
         for member in ended:
             ray.kill(member.actor, no_restart=True)
 
     def reassign(self, slots: Sequence[Slot]) -> None:
         """Let processes that are started in the place of these be in other slots."""
-        self._slots = list(slots)
+        self.slots = list(slots)
 
     def kill(self) -> None:
         """End all processes at once; idempotent."""
         with self._heartbeats.lock:
-            self._alive = False
+            self.ended = True
             self._heartbeats.stop()
         for member in self._members:
             ray.kill(member.actor, no_restart=True)
@@ -227,7 +220,7 @@ class RayGroup:
                 raise answers[member]
 
     def _require_alive(self, method: str) -> None:
-        if not self._alive:
+        if self.ended:
             why = f" ({self._cause})" if self._cause else ""
             raise WorkerDied(f"{self.names[0]} and its group have ended{why}; {method} can no longer be called")
 
@@ -239,10 +232,10 @@ class RayGroup:
             neighbors=slot.neighbors,
             environment={**self._environment, **slot.environment()},
             failure=self._failure,
-            traced=self._watching.on_answer is not None,
+            traced=self.watching.on_answer is not None,
             forks=slot.forks,
         )
-        return Member(name, actor, self._watching.patience)
+        return Member(name, actor, self.watching.patience)
 
     def _answer(self, ref: Any, index: int, pending: Pending) -> Any:
         result = self._result(ref, index, pending)
@@ -263,9 +256,9 @@ class RayGroup:
             return CallResult(error=lost, ended=time.time())
         if not result.phase:
             member.note_started()
-        if self._watching.on_answer is not None and index not in pending.reported:
+        if self.watching.on_answer is not None and index not in pending.reported:
             pending.reported.add(index)
-            self._watching.on_answer(member.name, pending, result)
+            self.watching.on_answer(member.name, pending, result)
         return result
 
 

@@ -261,6 +261,11 @@ class Pending:
     due: float = 0.0  # seconds at which the watchdog speaks; 0: for the first time
     done: dict[int, int] = field(factory=dict)  # parts of each member's call that had ended at the last check
 
+    @property
+    def by_ref(self) -> dict[Any, int]:
+        """Reference -> the member whose answer it is."""
+        return dict(zip(self.refs, self.members, strict=True))
+
 
 @frozen(kw_only=True)
 class Watching:
@@ -347,7 +352,7 @@ class Heartbeats:
             if running:
                 self._calls.append(reference)
                 if self._watching.notify is not None and self._watching.watchdog:
-                    waiting = [member for member, ref in zip(call.members, call.refs, strict=True) if ref not in ended]
+                    waiting = [member for ref, member in call.by_ref.items() if ref not in ended]
                     yield from late_call(call, waiting, self._watching.watchdog)
 
 

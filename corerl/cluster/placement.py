@@ -52,7 +52,7 @@ class Bundle:
 
 @frozen(eq=False)
 class Slot:
-    """The place of one process: a share of one bundle, or of several adjacent ones."""
+    """The place of one process: a fraction of one bundle, or of several adjacent ones."""
 
     bundles: tuple[Bundle, ...]
     cpus: float  # 0 if the process replaces one that still has the bundle
@@ -125,7 +125,6 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         return self._arranged(placement, kept)
 
     def _arranged(self, placement: Placement, kept: Mapping[str, list[Slot]]) -> dict[str, Sequence[Slot]]:
-        began = bool(self._slots)
         at = _kept_at(placement, kept)
         held = {bundle for slots in kept.values() for slot in slots for bundle in slot.bundles}
         vacant = [index for index in range(placement.bundles) if index not in at]
@@ -138,13 +137,23 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         return {
             name: [
                 *(own := kept.get(name, [])),
-                *(
-                    _slot(placement, name, place, at, neighbors, requests=not began, forks=self._forks)
-                    for place in _left(placement, name, at, own)
-                ),
+                *(self._slot(placement, name, place, at, neighbors) for place in _left(placement, name, at, own)),
             ]
             for name in placement.places
         }
+
+    def _slot(
+        self, placement: Placement, name: str, place: int, at: Mapping[int, Bundle], neighbors: Mapping[str, int]
+    ) -> Slot:
+        bundles = tuple(at[index] for index in placement.taken(name, place))
+        if len({bundle.node for bundle in bundles}) > 1:
+            raise CorerlError(
+                f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
+                "machines whose device count is a multiple of that, or fewer devices per process"
+            )
+        fraction = 0.0 if self._slots else placement.fraction(place)  # later ones: others still have the bundles
+        cpus, gpus = placement.bundle["CPU"] * fraction, placement.bundle.get("GPU", 0.0) * fraction
+        return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], self._forks)
 
     def take(self, slots: Mapping[str, Sequence[Slot]], *, give_back: bool = True) -> None:
         """Note that the groups' processes are in these slots now. With `give_back`, reservations without any process
@@ -288,27 +297,6 @@ def _left(placement: Placement, name: str, at: Mapping[int, Bundle], own: Sequen
     alone = [place for place in places if not any(at[index] in taken for index in placement.taken(name, place))]
     count = len(places) - len(own)
     return alone[:count] if len(alone) >= count else places[len(own) :]
-
-
-def _slot(
-    placement: Placement,
-    name: str,
-    place: int,
-    at: Mapping[int, Bundle],
-    neighbors: Mapping[str, int],
-    *,
-    requests: bool,
-    forks: Forks | None,
-) -> Slot:
-    bundles = tuple(at[index] for index in placement.taken(name, place))
-    if len({bundle.node for bundle in bundles}) > 1:
-        raise CorerlError(
-            f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
-            "machines whose device count is a multiple of that, or fewer devices per process"
-        )
-    share = placement.share(place) if requests else 0.0
-    cpus, gpus = placement.bundle["CPU"] * share, placement.bundle.get("GPU", 0.0) * share
-    return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], forks)
 
 
 def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:

@@ -204,7 +204,7 @@ def cores() -> int:
 
 
 def fair_threads(neighbors: int) -> int:
-    """Half of a bundle's share of the usable cores: a rank and an engine may share a bundle, and what a machine counts
+    """Half of a bundle's part of the usable cores: a rank and an engine may share a bundle, and what a machine counts
     as two cores is often one."""
     return max(1, cores() // (2 * neighbors))
 

@@ -62,7 +62,7 @@ def between(low: float, high: float) -> Callable[..., None]:
 
 
 filled: Callable[..., None] = min_len(1)
-share = and_(gt(0), le(1))
+fraction = and_(gt(0), le(1))
 decays: Callable[..., None] = deep_iterable(and_(ge(0), lt(1)))
 
 

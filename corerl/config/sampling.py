@@ -9,7 +9,17 @@ from typing import Any, Literal
 from attrs import field, fields, frozen
 from attrs.validators import optional
 
-from corerl.config.options import MOST, above, at_least, between, finite, finite_values, option, share, zero_or_several
+from corerl.config.options import (
+    MOST,
+    above,
+    at_least,
+    between,
+    finite,
+    finite_values,
+    fraction,
+    option,
+    zero_or_several,
+)
 
 MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 
@@ -147,7 +157,7 @@ class RolloutConfig:
     samples: int = option("samples per prompt (the group size)", default=8, validator=between(1, MOST_SAMPLES))
     temperature: float = option("sampling temperature; divides the logits", default=1.0, validator=[above(0), finite])
     top_p: float = option(
-        "sample only from the likeliest tokens that together have this probability", default=1.0, validator=share
+        "sample only from the likeliest tokens that together have this probability", default=1.0, validator=fraction
     )
     top_k: int = option(
         "sample only from so many of the likeliest tokens, or from those of top_p where these are fewer; 0: from all",
@@ -212,7 +222,7 @@ class EvalSampling:
         default=None,
         validator=[at_least(0), optional(finite)],
     )
-    top_p: float | None = option("unset: rollout.top_p", default=None, validator=optional(share))
+    top_p: float | None = option("unset: rollout.top_p", default=None, validator=optional(fraction))
     top_k: int | None = option("unset: rollout.top_k", default=None, validator=optional(zero_or_several))
     max_tokens: int | None = option(
         "prompts that leave no room for so many tokens are skipped; unset: rollout.max_tokens",

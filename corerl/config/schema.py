@@ -149,9 +149,9 @@ class RoleChoice:
 class SideRoleChoice(RoleChoice):
     """A role other than the actor."""
 
-    devices: Literal["shared", "own"] = option(
-        "shared: the role runs on the actor's devices and shares their memory; own: it has devices of its own",
-        default="shared",
+    devices: Literal["colocated", "own"] = option(
+        "colocated: the role runs on the actor's devices and shares their memory; own: it has devices of its own",
+        default="colocated",
     )
     model: ModelConfig | None = option(
         "[model] settings of this role only, replacing [model] except for its tokenizer; unset uses the actor's "

@@ -1,4 +1,4 @@
-"""Split a rollout batch into optimizer steps, dp ranks and micro-batches, first as indices, and pack a rank's share of
+"""Split a rollout batch into optimizer steps, dp ranks and micro-batches, first as indices, and pack a rank's shard of
 these samples lazily, reading the batch's arrays in place."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from attrs import frozen
 
-from corerl.data.prefixes import Trees, groups_in_order, in_trees, shared_tokens
+from corerl.data.prefixes import Trees, groups_in_order, in_trees, prefix_lengths
 from corerl.errors import ConfigError, DataError
 from corerl.pictures import Picture
 from corerl.types import (
@@ -38,7 +38,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 
 
 @frozen(kw_only=True, eq=False)
-class StepShare:
+class StepShard:
     """One dp rank's part of a StepPlan, of n sequences in M micro-batches: what its ranks get with the samples."""
 
     rows: IntArray  # [n] indices in the rollout batch
@@ -52,7 +52,7 @@ class StepShare:
 
 @frozen(kw_only=True, eq=False)
 class StepPlan:
-    """One pass of chosen samples through the model, which the driver cuts into a share for each dp rank."""
+    """One pass of chosen samples through the model, which the driver cuts into a shard for each dp rank."""
 
     micro_batches: tuple[tuple[IntArray, ...], ...]  # [dp_size][M] row indices; M is equal for all dp ranks
     filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens with weight 0, to equalize M among ranks
@@ -71,11 +71,11 @@ class StepPlan:
         every = zip(sum(self.micro_batches, ()), sum(self.filler, ()), strict=True)
         return np.unique(np.concatenate([_NONE, *(members for members, filler in every if not filler)]))
 
-    def share_of(self, dp_rank: int, given: IntArray | None = None) -> StepShare:
+    def shard_of(self, dp_rank: int, given: IntArray | None = None) -> StepShard:
         """The part of a dp rank that is given only the rows `given`, in ascending order; None: all of them."""
         micro_batches = self.micro_batches[dp_rank]
         rows = np.concatenate([_NONE, *micro_batches])
-        return StepShare(
+        return StepShard(
             rows=rows,
             given_rows=rows if given is None else np.searchsorted(given, rows),
             scales=self.scales[rows],
@@ -223,19 +223,19 @@ def _denominators(
 def _split(
     batch: SampleBatch, chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
 ) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
-    """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
+    """Split `chosen` samples of `sizes` tokens among dp ranks, pack each shard, and equalize counts with fillers."""
     bins = _similar_lengths if layout.rectangular else _first_fit_decreasing
     if layout.shares_prefixes and "group" in batch.row_columns and PICTURE not in batch.columns:
-        trees, shares = _trees(batch, chosen, dp_size=layout.dp_size, budget=budget)
+        trees, shards = _trees(batch, chosen, dp_size=layout.dp_size, budget=budget)
         packed = [
-            [chosen[np.concatenate([trees.members[each] for each in share[members]])] for members in bins(size, budget)]
-            for share, size in ((share, trees.sizes[share]) for share in shares)
+            [chosen[np.concatenate([trees.members[each] for each in shard[members]])] for members in bins(size, budget)]
+            for shard, size in ((shard, trees.sizes[shard]) for shard in shards)
         ]
     else:
-        shares = _balance(sizes, layout.dp_size)
+        shards = _balance(sizes, layout.dp_size)
         if PICTURE in batch.columns and "group" in batch.row_columns:
-            shares = _by_group(sizes, batch.row_columns["group"][chosen], shares)
-        packed = [[chosen[share[members]] for members in bins(sizes[share], budget)] for share in shares]
+            shards = _by_group(sizes, batch.row_columns["group"][chosen], shards)
+        packed = [[chosen[shard[members]] for members in bins(sizes[shard], budget)] for shard in shards]
     most = max(len(micro_batches) for micro_batches in packed)
     count = -(-most // layout.micro_batch_multiple) * layout.micro_batch_multiple
     cheapest = chosen[[int(np.argmin(sizes))]]  # a filler costs a pass of its tokens: take the shortest sample
@@ -246,25 +246,25 @@ def _split(
 
 
 def _balance(sizes: IntArray, dp_size: int) -> list[IntArray]:
-    """Members of each rank's share: largest first, each to the rank with the fewest tokens so far (Graham 1969).
+    """Members of each rank's shard: largest first, each to the rank with the fewest tokens so far (Graham 1969).
 
     The fullest rank has at most 4/3 of the optimum, and with many samples almost exactly the mean.
     """
-    shares: list[list[int]] = [[] for _ in range(dp_size)]
+    shards: list[list[int]] = [[] for _ in range(dp_size)]
     loads = [(0, dp_rank) for dp_rank in range(dp_size)]
     largest_first = np.argsort(-sizes, kind="stable")
     for sample, size in zip(largest_first.tolist(), sizes[largest_first].tolist(), strict=True):
         load, dp_rank = loads[0]
-        shares[dp_rank].append(sample)
+        shards[dp_rank].append(sample)
         heapq.heapreplace(loads, (load + size, dp_rank))
-    return [np.array(share, dtype=np.int64) for share in shares]
+    return [np.array(shard, dtype=np.int64) for shard in shards]
 
 
 def _by_group(sizes: IntArray, group: IntArray, alone: list[IntArray]) -> list[IntArray]:
-    """Members of each rank's share of samples with pictures, which every rank that has a sample of their group encodes:
-    groups stay whole, or are cut into as few equal parts as leave ranks nearly as evenly loaded as `alone`, the shares
+    """Members of each rank's shard of samples with pictures, which every rank that has a sample of their group encodes:
+    groups stay whole, or are cut into as few equal parts as leave ranks nearly as evenly loaded as `alone`, the shards
     of single samples."""
-    most = UNEVEN * max(int(sizes[share].sum()) for share in alone)
+    most = UNEVEN * max(int(sizes[shard].sum()) for shard in alone)
     _, group, counts = np.unique(group, return_inverse=True, return_counts=True)
     place = np.empty_like(group)  # of each sample in its group
     place[np.argsort(group, kind="stable")] = np.arange(len(group)) - np.repeat(offsets_of(counts)[:-1], counts)
@@ -272,24 +272,24 @@ def _by_group(sizes: IntArray, group: IntArray, alone: list[IntArray]) -> list[I
     while parts < counts.max():
         _, part = np.unique(group * parts + place * parts // counts[group], return_inverse=True)
         balanced = _balance(np.bincount(part, weights=sizes).astype(np.int64), len(alone))
-        shares = [np.flatnonzero(np.isin(part, share)) for share in balanced]
-        if max(int(sizes[share].sum()) for share in shares) <= most:
-            return shares
+        shards = [np.flatnonzero(np.isin(part, shard)) for shard in balanced]
+        if max(int(sizes[shard].sum()) for shard in shards) <= most:
+            return shards
         parts *= 2
     return alone
 
 
 def _trees(batch: SampleBatch, chosen: IntArray, *, dp_size: int, budget: int) -> tuple[Trees, list[IntArray]]:
-    """The `chosen` rows in trees of at most `budget` tokens, and members of each rank's share of these. Where whole
+    """The `chosen` rows in trees of at most `budget` tokens, and members of each rank's shard of these. Where whole
     groups leave ranks unevenly loaded, they are cut into more trees, each of which computes what they share again."""
-    order, lengths, shared = groups_in_order(batch, chosen)
+    order, lengths, prefixes = groups_in_order(batch, chosen)
     found: list[tuple[int, int, Trees, list[IntArray]]] = []
     rows = len(chosen)
     while rows:
-        trees = in_trees(order, lengths, shared, tokens=budget, rows=rows)
-        shares = _balance(trees.sizes, dp_size)
-        fullest = max(int(trees.sizes[share].sum()) for share in shares)
-        found.append((fullest, len(found), trees, shares))
+        trees = in_trees(order, lengths, prefixes, tokens=budget, rows=rows)
+        shards = _balance(trees.sizes, dp_size)
+        fullest = max(int(trees.sizes[shard].sum()) for shard in shards)
+        found.append((fullest, len(found), trees, shards))
         if fullest * dp_size <= UNEVEN * trees.sizes.sum():
             break
         rows = max(map(len, trees.members)) // 2
@@ -347,10 +347,10 @@ def _first_fit_decreasing(sizes: IntArray, budget: int) -> list[IntArray]:
 
 
 def pack(
-    batch: SampleBatch, share: StepShare, *, sequence_multiple: int, columns: Sequence[str] | None = None
+    batch: SampleBatch, shard: StepShard, *, sequence_multiple: int, columns: Sequence[str] | None = None
 ) -> PackedBatch:
-    """One dp rank's share of a step. Micro-batches are built when iterated over, which can be repeated. `batch` are the
-    rows that the share's `given_rows` count.
+    """One dp rank's shard of a step. Micro-batches are built when iterated over, which can be repeated. `batch` are the
+    rows that the shard's `given_rows` count.
 
     Every micro-batch carries `weights` [T], scales[row] * loss_mask, and `columns` of the batch; None takes all.
     `picture` is always among them, if rows show pictures.
@@ -365,7 +365,7 @@ def pack(
         raise ValueError(f"the rollout batch has no column {unknown[0]!r}; it has: {', '.join(sorted(batch.columns))}")
     micro_batches = LazyMicroBatches(
         batch=batch,
-        share=share,
+        shard=shard,
         sequence_multiple=sequence_multiple,
         columns=names,
     )
@@ -373,8 +373,8 @@ def pack(
         micro_batches=micro_batches,
         count=len(micro_batches),
         temperature=batch.temperature,
-        step_tokens=share.step_tokens,
-        pictures=_shown(batch, share.given_rows),
+        step_tokens=shard.step_tokens,
+        pictures=_shown(batch, shard.given_rows),
     )
 
 
@@ -393,19 +393,19 @@ class LazyMicroBatches:
     """Builds each micro-batch when a loop reaches it; it can be looped over again."""
 
     batch: SampleBatch
-    share: StepShare
+    shard: StepShard
     sequence_multiple: int
     columns: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.share.filler)
+        return len(self.shard.filler)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        spans = (slice(begin, end) for begin, end in pairwise(self.share.offsets.tolist()))
-        return map(self._build, spans, self.share.filler.tolist())
+        spans = (slice(begin, end) for begin, end in pairwise(self.shard.offsets.tolist()))
+        return map(self._build, spans, self.shard.filler.tolist())
 
     def _build(self, chosen: slice, filler: bool) -> MicroBatch:
-        rows = self.share.given_rows[chosen]
+        rows = self.shard.given_rows[chosen]
         lengths = self.batch.offsets[rows + 1] - self.batch.offsets[rows]
         padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
         cu_seqlens = offsets_of(padded)
@@ -425,17 +425,17 @@ class LazyMicroBatches:
         mask = place(self.batch.columns["loss_mask"]) & (not filler)
         if "loss_mask" in columns:
             columns["loss_mask"] = mask
-        columns["weights"] = np.repeat(self.share.scales[chosen], padded) * mask
-        shared = None
-        if self.share.shares_prefixes and PICTURE not in columns:
-            shared = shared_tokens(self.batch, rows, columns=self.columns)
-            shared *= shared.sum() >= WORTH * lengths.sum()
+        columns["weights"] = np.repeat(self.shard.scales[chosen], padded) * mask
+        prefixes = None
+        if self.shard.shares_prefixes and PICTURE not in columns:
+            prefixes = prefix_lengths(self.batch, rows, columns=self.columns)
+            prefixes *= prefixes.sum() >= WORTH * lengths.sum()
         return MicroBatch(
             tokens=place(self.batch.tokens),
             positions=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], padded),
             cu_seqlens=cu_seqlens,
             lengths=lengths,
-            rows=np.full_like(rows, -1) if filler else self.share.rows[chosen],
+            rows=np.full_like(rows, -1) if filler else self.shard.rows[chosen],
             columns=columns,
-            shared=shared,
+            prefix_lengths=prefixes,
         )

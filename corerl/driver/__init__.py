@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.driver.groups import Groups as Groups
+    from corerl.driver.groups import RunGroups as RunGroups
+    from corerl.driver.groups import with_colocated_ranks as with_colocated_ranks
     from corerl.driver.groups import with_devices as with_devices
-    from corerl.driver.groups import with_senders as with_senders
     from corerl.driver.run_dir import is_occupied as is_occupied
 else:
     from corerl.imports import on_demand

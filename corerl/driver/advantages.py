@@ -23,6 +23,9 @@ class TrainBatch:
 
     samples: SampleBatch
     metrics: dict[str, float]
+    # What the actor's first optimizer step multiplies the gradients by that its ranks have accumulated already; None:
+    # they have none.
+    scale_of_accumulated: float | None = None
 
 
 def compute_advantages(

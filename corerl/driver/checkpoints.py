@@ -40,6 +40,7 @@ class Checkpoints:
     run_dir: Path
     config: CheckpointConfig
     roles: Mapping[str, Role]
+    residency: Residency
     progress: Progress
     newest: Path | None = None  # newest complete checkpoint
     last_step: int = -1  # rollout step of the last save started
@@ -48,32 +49,26 @@ class Checkpoints:
     def due(self, rollout_step: int) -> bool:
         return bool(self.config.every) and rollout_step % self.config.every == 0
 
-    def start(
-        self,
-        rollout_step: int,
-        driver: DriverPart,
-        *,
-        background: bool,
-        enter: Callable[[str], None] = lambda role: None,
-    ) -> None:
-        """Start a save of all roles and the driver's part. `enter` is called before each role. Unless `background`, the
-        save is complete on return."""
+    def start(self, driver: DriverPart, *, background: bool) -> None:
+        """Start a save of all roles and the driver's part, after the steps that are done. Unless `background`, the save
+        is complete on return."""
         self.complete(wait=True)
-        partial = begin(self.run_dir, rollout_step)
+        step = self.progress.steps_done
+        partial = begin(self.run_dir, step)
         try:
             try:
                 driver.write(partial)
             except DataError as error:
                 raise SaveFailed(error.message) from error
             for name, role in self.roles.items():
-                enter(name)
-                role.group.save(str(partial / name), role.step(rollout_step), background=background).result()
+                self.residency.enter(save_stage(name))
+                role.group.save(str(partial / name), role.step(step), background=background).result()
         except SaveFailed:
             if not background:  # nobody writes there any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         self._pending = (partial, driver.state)
-        self.last_step = rollout_step
+        self.last_step = step
         self.complete(wait=not background)
 
     def complete(self, *, wait: bool) -> None:
@@ -132,16 +127,16 @@ class MemoryCheckpoints(Checkpoints):
         shutil.rmtree(directory, ignore_errors=True)
         try:
             directory.mkdir(mode=0o700)
-            yield cls(directory, config, saves.roles, saves.progress, last_step=saves.last_step)
+            yield cls(directory, config, saves.roles, saves.residency, saves.progress, last_step=saves.last_step)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def start(self, rollout_step: int, driver: DriverPart, **how: Any) -> None:
+    def start(self, driver: DriverPart, *, background: bool) -> None:
         if elsewhere(node for role in self.roles.values() for node in role.group.processes.nodes):
             raise SaveFailed(
                 "ranks are on other machines than the driver; failed ranks restart from checkpoints on disk"
             )
-        super().start(rollout_step, driver, **how)
+        super().start(driver, background=background)
 
     def give_up(self) -> None:
         """Free their memory, since no more are made."""
@@ -156,15 +151,13 @@ class Saves:
 
     disk: Checkpoints
     memory: MemoryCheckpoints | None  # None: none, or no more
-    residency: Residency
 
     def after_step(self, driver: Callable[[], DriverPart], *, last: bool, resumable: bool) -> None:
         """Commit what has been written, and start what is due: on disk every so many steps and after the last one, in
         memory after each `resumable` one."""
-        step = self.disk.progress.steps_done
         self.disk.complete(wait=False)
-        if last or self.disk.due(step):
-            self._start(self.disk, driver, background=self.disk.config.background and not last)
+        if last or self.disk.due(self.disk.progress.steps_done):
+            self.disk.start(driver(), background=self.disk.config.background and not last)
         if resumable and not last:
             self._save_in_memory(driver, background=True)
 
@@ -176,7 +169,7 @@ class Saves:
         saves = self.memory or self.disk
         if saves.last_step != saves.progress.steps_done:
             try:
-                self._start(saves, driver, background=False)
+                saves.start(driver(), background=False)
             except SaveFailed as error:
                 if any(role.group.processes.ended for role in saves.roles.values()):
                     raise
@@ -187,8 +180,8 @@ class Saves:
     def finish(self, driver: Callable[[], DriverPart]) -> Path | None:
         """Complete a checkpoint of the last step on disk; returns the newest one."""
         if self.disk.last_step != self.disk.progress.steps_done:
-            self.residency.enter(REST)
-            self._start(self.disk, driver, background=False)
+            self.disk.residency.enter(REST)
+            self.disk.start(driver(), background=False)
         self.disk.complete(wait=True)
         return self.disk.newest
 
@@ -199,13 +192,9 @@ class Saves:
             return
         try:
             if memory.last_step != memory.progress.steps_done:
-                self._start(memory, driver, background=background)
+                memory.start(driver(), background=background)
             memory.complete(wait=not background)
         except SaveFailed as error:
             memory.progress.notice(f"no more in-memory checkpoints: {error.message}")
             self.memory = None
             memory.give_up()
-
-    def _start(self, saves: Checkpoints, driver: Callable[[], DriverPart], *, background: bool) -> None:
-        step = saves.progress.steps_done
-        saves.start(step, driver(), background=background, enter=lambda role: self.residency.enter(save_stage(role)))

@@ -1,4 +1,5 @@
-"""Engines that sample from the weights of a group: a run's, or those of a loop of one's own.
+"""Engines that sample from the weights of a group, a run's or those of a loop of one's own: how they are updated, and
+how failed ones are replaced.
 
 The driver starts every part of an update, and their results end it: ranks send, engines receive. An engine that fails
 meanwhile is reported to the ranks, which would wait for it. The first failure is the cause; later ones follow from it.
@@ -8,6 +9,14 @@ An engine that missed an update serves nothing, and is replaced.
 pause and ranks wake, and `_send_and_receive`, until all engines have the weights; in between `_replace` starts others.
 A loop of one's own calls `push`, which does the same without a schedule. In an engine's process the update goes
 through `EngineService`, which has the methods of `engines.base.Engine`, to the engine's `receive`.
+
+Which weights are meant is said by a number, of which there are three kinds:
+
+    version         of the engines' weights: one for each attempt to update them, in `Policies`. Each sampled token has
+                    that of its weights; `weights_version` is the version that the ranks sent last, which is saved
+    policy          in `Policies`: versions that were sent without a step in between have the same
+    changes         of the group's weights: `TrainGroup.changes` counts the verbs that make others of them, and
+                    `Engines.changes_sent` is the count at the last update, so that both say what engines lack
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from attrs import define, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from corerl.calls import POLL_SECONDS
 from corerl.cluster.placement import ResourcePool
@@ -74,20 +83,21 @@ class Engines:
     fleet: EngineFleet
     address_of: Callable[[], Address]  # of updates from the ranks to the engines as they are, without a rendezvous
     separate_adapters: bool = False  # whether adapters travel alone to engines that hold all other weights
-    policies: Policies  # up to the version that was sent last
     residency: Residency
     # Called before others start in the place of engines that have ended, with the reasons. Raises
     # InsufficientResources where there is no place for one.
     on_death: Callable[[str], None]
     progress: Progress
     context_length: int = 0  # the most tokens of a sample; 0: unlimited
+    # Up to the version that was sent last. The first weights are sent as the version that they had.
+    policies: Policies = Factory(lambda self: Policies(version=self.group.loaded_version - 1), takes_self=True)
+    changes_sent: int | None = None  # `group.changes` at the last update; None: before the first, or of other ranks
 
     _rendezvous: _Rendezvous | None = None  # None: the next update makes one
-    _updates: int = 0  # that reached all engines
+    _updates_done: int = 0  # that reached all engines
     _unverified: bool = False  # the engines cannot report `weight_sums`
     _updated_once: set[str] = field(factory=set)  # engines whose current process has taken an update
     _pushing: bool = False
-    _changes: int = -1  # of the group's weights, when they were sent last by a loop of one's own
 
     # ---- for a loop of one's own ------------------------------------------------------------------------------------
 
@@ -129,7 +139,6 @@ class Engines:
                 fleet=fleet,
                 address_of=partial(update_address, processes, plan.cluster, fleet, where.absolute()),
                 separate_adapters=processes.separate_adapters,
-                policies=Policies(version=started.inits[ACTOR].weights_version - 1),
                 residency=residency,
                 on_death=partial(_require_places, started.pool),
                 progress=progress,
@@ -144,6 +153,11 @@ class Engines:
         return self.policies.version
 
     @property
+    def up_to_date(self) -> bool:
+        """Whether the weights that were sent last are those of now."""
+        return self.changes_sent == self.group.changes
+
+    @property
     def held(self) -> tuple[int, ...]:
         """The versions that engines can sample from, the newest last: it alone, unless `weights.versions` says more.
         Engines that lose their weights lose all earlier versions: by `turn`, by a `push` on shared devices, and when
@@ -156,7 +170,7 @@ class Engines:
         oldest, once engines hold as many as they can. Rows that are being generated go on under these weights, but for
         those of a request with a version. Called, like `generate`, in the thread that starts the group's verbs. Raises
         WeightUpdateError, or the cause of an engine's death, once its restarts are used up."""
-        self.fleet.step_completed()
+        self.fleet.step_done()
         self._push(snapshot, forget)
         return self.version
 
@@ -165,11 +179,9 @@ class Engines:
         # Ranks that have restarted from what another group saved go on from its version.
         self.policies = evolve(self.policies, version=max(self.version, self.group.loaded_version - 1))
         try:
-            new = bool(snapshot) or self.group.changes != self._changes
-            self.update(lambda policies: self._interrupted(forget), new=new, snapshot=snapshot)
+            self.update(lambda policies: self._interrupted(forget), snapshot=snapshot)
         finally:
             self._pushing = False
-        self._changes = -1 if snapshot else self.group.changes
         self.residency.enter(SAMPLE)
 
     def generate(self, request: GenerateRequest) -> Generation:
@@ -199,7 +211,7 @@ class Engines:
     def takes_turns(self) -> bool:
         """Whether engines and ranks share devices and take turns in memory, so that engines lose their weights by
         `turn`."""
-        return bool(self.residency.plan)
+        return bool(self.residency.stages)
 
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Where ranks and engines share devices: let engines sleep and wake what ranks need for these verbs, until the
@@ -235,17 +247,16 @@ class Engines:
             future.cancel()
             raise
 
-    def update(self, hold: Hold | None, *, new: bool = True, snapshot: str = "") -> None:
-        """Update all engines to the actor's weights, or its `snapshot`, which are `new` if they have changed since the
-        last update, and replace engines that miss the update. `hold` keeps from generating meanwhile engines that may.
-        Raises WeightUpdateError, or the cause of an engine's death, if replacing does not help."""
-        before = self.policies.version
+    def update(self, hold: Hold | None, *, snapshot: str = "") -> None:
+        """Update all engines to the actor's weights, or its `snapshot`, and replace engines that miss the update.
+        `hold` keeps from generating meanwhile engines that may. Raises WeightUpdateError, or the cause of an engine's
+        death, if replacing does not help."""
+        before, new = self.version, bool(snapshot) or not self.up_to_date
         # An attempt that failed has made the new policy's version already: the next one is of the same policy.
-        while failed := self._try_update(
-            hold, self.policies.next(new=new and self.policies.version == before), snapshot
-        ):
+        while failed := self._try_update(hold, self.policies.next(new=new and self.version == before), snapshot):
             self._replace(failed)
-        self._updates += 1
+        self._updates_done += 1
+        self.changes_sent = None if snapshot else self.group.changes
 
     def _try_update(self, hold: Hold | None, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
         """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
@@ -254,8 +265,8 @@ class Engines:
             if hold is not None:
                 with self.progress.phase("hold"):
                     stack.enter_context(hold(policies))
-            if self.fleet.any_dead:
-                return self.fleet.deaths
+            if deaths := self.fleet.deaths:
+                return deaths
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
                 failed = self._send_and_receive(policies, snapshot)
@@ -268,7 +279,7 @@ class Engines:
         # The version is used up even if no engine takes it: engines refuse a version that they have.
         self.policies, version = policies, policies.version
         group, fleet, every = self.group, self.fleet, self.config.verify_every
-        verify = every > 0 and self._updates % every == 0
+        verify = every > 0 and self._updates_done % every == 0
         if self._rendezvous is not None and self._rendezvous.ranks is not group.processes:
             self.new_rendezvous()
         meeting = self._rendezvous = self._rendezvous or self._meet()
@@ -282,8 +293,8 @@ class Engines:
             for name in failed.keys() - reported:
                 group.engine_failed(address, name, failed[name])
             causes, reported = causes or set(failed), reported | failed.keys()
-        sent = sending.result()
-        if any(sent.engines.values()):  # senders do not know whether these have all they need
+        senders = sending.result()
+        if any(senders.engines.values()):  # they do not know whether these have all they need
             self.new_rendezvous()
         # As long as a sender waits for an engine: over a disk, engines only begin to read now.
         received = fleet.received(receiving, address.timeout)
@@ -293,9 +304,9 @@ class Engines:
         self._updated_once.update(taken)
         if missed:
             silent = f"no answer within {address.timeout:g} s after the update's end"
-            return self._to_replace(missed, causes, sent, silent)
-        if sent.sums:
-            self._require_loaded(sent.sums, version, meeting.manifest.dtype)
+            return self._to_replace(missed, causes, senders, silent)
+        if senders.sums:
+            self._require_loaded(senders.sums, version, meeting.manifest.dtype)
         return {}
 
     def _meet(self) -> _Rendezvous:
@@ -316,7 +327,7 @@ class Engines:
         self._updated_once &= set(self.fleet.names)
 
     def _to_replace(
-        self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult, silent: str
+        self, missed: Mapping[str, Received | None], causes: Collection[str], senders: UpdateResult, silent: str
     ) -> dict[str, CorerlError]:
         """Which of the engines that missed an update to replace, and why: those that died or gave no answer; if all
         are alive and answered, those that failed first. `silent` is why one gave no answer.
@@ -324,17 +335,18 @@ class Engines:
         Raises WeightUpdateError if one of these has never taken an update: the next one would fail too.
         """
         gone = [name for name, each in missed.items() if each is None or each.died]
-        errors = {name: _reason(missed[name], sent.engines.get(name, ""), silent) for name in gone or causes or missed}
+        failed, known = gone or causes or missed, senders.engines
+        errors = {name: _reason(missed[name], known.get(name, ""), silent) for name in failed}
         if not gone and (never := sorted(errors.keys() - self._updated_once)):
             reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
-            raise WeightUpdateError(f"weights version {self.policies.version} did not reach every engine: {reasons}")
+            raise WeightUpdateError(f"weights version {self.version} did not reach every engine: {reasons}")
         return {
             name: WorkerDied(error) if (one := missed[name]) and one.died else WeightUpdateError(f"{name}: {error}")
             for name, error in errors.items()
         }
 
     def _require_loaded(self, sums: Mapping[str, int], version: int, dtype: str) -> None:
-        """Raise WeightUpdateError if an engine holds anything other than what was sent."""
+        """Raise WeightUpdateError if an engine holds anything other than what was senders."""
         for name, loaded in self.fleet.weight_sums(dtype).items():
             if loaded is None:
                 if not self._unverified:

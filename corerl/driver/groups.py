@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from attrs import Factory, define, evolve, field
+from attrs import define, evolve, field
 
 from corerl.calls import wait_all
 from corerl.cluster import nodes
@@ -19,7 +19,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, InsufficientResources, WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders_on
+from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, ranks_on
 from corerl.plugin.hooks import ProcessFailure
 from corerl.plugin.registry import INSTALL_HINTS, Kind
 from corerl.plugin.spec import ACTOR
@@ -28,7 +28,7 @@ from corerl.weights.transport import Address
 
 
 @define(kw_only=True, eq=False)
-class Groups:
+class RunGroups:
     """The ranks of a run's roles and its engines: their plan, and their places. Extensions on the driver get it as
     the `corerl.plugin.hooks.RunControl`; the extension `elastic` changes them."""
 
@@ -39,8 +39,6 @@ class Groups:
     residency: Residency
     progress: Progress
     stop: StopRequest
-    # The plan's processes, with the senders of weights where engines are now.
-    _placed: ProcessPlan = field(default=Factory(lambda self: self.plan.processes, takes_self=True))
     # While extensions are asked between steps: completes a checkpoint of this step, from which ranks can restart.
     save: Callable[[], Path] | None = None
     changed: set[str] = field(factory=set)  # groups that extensions have changed between steps, or may have
@@ -88,7 +86,8 @@ class Groups:
     def update_address(self) -> Address:
         """The address of weight updates from these ranks to these engines, without a rendezvous."""
         assert self.fleet is not None
-        return update_address(self._placed, self.plan.cluster, self.fleet, self.plan.start.run_dir)
+        placed = with_colocated_ranks(self.plan.processes, self.pool)  # where ranks and engines are now
+        return update_address(placed, self.plan.cluster, self.fleet, self.plan.start.run_dir)
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
@@ -104,25 +103,24 @@ class Groups:
             role.group.processes.kill()
         self.residency.make_room()
 
-    def start_ranks(self, checkpoint: Path | None) -> int:
+    def start_ranks(self, checkpoint: Path | None) -> None:
         """Start the ranks of all roles by the plan, from a checkpoint or with the initial weights, where others have
-        ended. Returns the version of the actor's weights."""
+        ended."""
         plans = self.plan.processes.roles
         starting = {}
         for name, role in self.roles.items():
             saved = "" if checkpoint is None or role.loss is None else str(checkpoint / name)
             starting[name] = role.group.restart(saved, plans[name], self.pool[name])
-        started = wait_all(starting)
-        for name, init in started.items():
-            self.roles[name].next_optimizer_step = init.optimizer_step
+        wait_all(starting)
+        for role in self.roles.values():
+            role.next_optimizer_step = role.group.loaded_step
         self.residency.ranks_changed(self.roles)
-        return started[ACTOR].weights_version
 
     # ---- another plan -----------------------------------------------------------------------------------------------
 
-    def follow(self, plan: Plan, slots: Mapping[str, Sequence[Slot]]) -> None:
-        """Note that the groups are as this plan says, in these slots, and write its config."""
-        self.plan, self._placed = plan, with_senders(plan.processes, slots)
+    def follow(self, plan: Plan) -> None:
+        """Note that the groups are as this plan says, and write its config."""
+        self.plan = plan
         try:
             write_config(plan.start.run_dir, plan.record)
         except ConfigError as error:  # the groups are changed already
@@ -152,23 +150,23 @@ class Groups:
             self.fleet.reassign(with_devices(engine, slots), slots)
 
 
-def with_senders(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
-    """The plan with the sender on each engine's device: engines that stayed may not be where a new run would place
-    them. Raises ConfigError if an engine needs a sender on its device and has none."""
-    if after.device == "cpu" or not after.senders or ENGINES not in slots:
+def with_colocated_ranks(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
+    """The plan with the rank on each engine's device: engines that stayed may not be where a new run would place
+    them. Raises ConfigError if an engine needs a rank on its device and has none."""
+    if after.device == "cpu" or not after.colocated_ranks or ENGINES not in slots:
         return after
     numbers: dict[Bundle, int] = {}
     ranks, receivers = (
         [numbers.setdefault(bundle, len(numbers)) for slot in slots[name] for bundle in slot.bundles]
         for name in (ACTOR, ENGINES)
     )
-    found = senders_on(receivers, ranks, one_machine=False)
+    found = ranks_on(receivers, ranks, one_machine=False)
     if not found and transport_named(after.transport).one_device:
         raise ConfigError(
             f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "
             "choose other sizes"
         )
-    return evolve(after, senders=found)
+    return evolve(after, colocated_ranks=found)
 
 
 def update_address(processes: ProcessPlan, cluster: ClusterConfig, fleet: EngineFleet, directory: Path) -> Address:
@@ -180,7 +178,7 @@ def update_address(processes: ProcessPlan, cluster: ClusterConfig, fleet: Engine
         transport=processes.transport,
         engines=fleet.receivers,
         path=str(directory / "weights"),
-        senders=processes.senders,
+        colocated_ranks=processes.colocated_ranks,
         device=processes.device if own_devices else "cpu",
         # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
         timeout=cluster.timeout / 2,

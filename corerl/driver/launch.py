@@ -12,12 +12,12 @@ from corerl.algorithms.base import REFERENCE
 from corerl.checkpoint.commit import Faults, latest
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
 from corerl.driver.engines import Engines
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import StepNotices, StepReports, unseen_tokens
 from corerl.driver.processes import start_processes
 from corerl.driver.progress import Progress, StopRequest
-from corerl.driver.recovery import Recovery
+from corerl.driver.rank_recovery import RankRecovery
 from corerl.driver.residency import Residency
 from corerl.driver.roles import ReferencePolicy, roles_of
 from corerl.driver.run import Run
@@ -32,7 +32,6 @@ from corerl.plan.resume import Start
 from corerl.plugin.events import RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.source import Policies
 
 
 @contextlib.contextmanager
@@ -152,7 +151,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         plan.processes, plan.cluster, plan.rollout.settings, loop, progress, stack, traces=traced(plan.extensions)
     )
     actor, fleet = started.train_groups[ACTOR], started.fleet
-    roles = roles_of(plan, started.train_groups, started.inits, notify=progress.notice)
+    roles = roles_of(plan, started.train_groups, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     asked = trains and REFERENCE in plan.algorithm.snapshots(ACTOR)
     reference = ReferencePolicy(group=actor, asked=asked, settings=plan.algorithm.settings, progress=progress)
@@ -166,7 +165,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         passed={each.role for each in plan.algorithm.passes},
         measures=plan.cluster.offload == "auto",
     )
-    groups = Groups(
+    groups = RunGroups(
         plan=plan, pool=started.pool, roles=roles, fleet=fleet, residency=residency, progress=progress, stop=stop
     )
     engines = None
@@ -177,8 +176,6 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             address_of=groups.update_address,
             separate_adapters=plan.processes.separate_adapters,
-            # The first weights are sent as the version that they had.
-            policies=Policies(version=started.inits[ACTOR].weights_version - 1),
             residency=residency,
             on_death=partial(groups.failed, ranks=False),
             progress=progress,
@@ -187,13 +184,14 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         run_dir=start.run_dir,
         config=plan.checkpoint,
         roles=trained,
+        residency=residency,
         newest=start.resume,
         last_step=progress.steps_done if start.state else -1,
         progress=progress,
     )
     in_memory = plan.checkpoint.memory and trains
     memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints)) if in_memory else None
-    saves = Saves(disk=checkpoints, memory=memory, residency=residency)
+    saves = Saves(disk=checkpoints, memory=memory)
     run = Run(
         plan=plan,
         progress=progress,
@@ -205,7 +203,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         sampling=sampling,
         evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
         saves=saves,
-        recovery=Recovery(groups=groups, engines=engines, saves=saves, start=start),
+        recovery=RankRecovery(groups=groups, engines=engines, saves=saves, start=start),
         groups=groups,
         reports=StepReports(
             recomputes=plan.algorithm.settings.old_logprobs == "recompute",

@@ -78,8 +78,7 @@ class LogprobCheck:
     progress: Progress
 
     due: bool = True
-    _updates: int = -1  # with new weights; the first is number 0
-    _since: int = 0  # the first version that holds the trainer's weights
+    _policies_sent: int = -1  # that engines lacked; the first is number 0
 
     @classmethod
     def of(cls, plan: Plan, sampler: Sampler | None, progress: Progress) -> LogprobCheck | None:
@@ -117,18 +116,10 @@ class LogprobCheck:
         request = request.take_rows(np.sort(chosen))
         return assemble(request, await self.sampler.context.generate(request, urgent=True))
 
-    def pushed(self, version: int, *, new: bool) -> None:
-        """Note an update of the engines, and whether the trainer's weights had changed since the one before."""
-        if not new:
-            return
-        self._since = version
-        self._updates += 1
-        self.due = self.due or self._updates == 1 or (self.every > 0 and self._updates % self.every == 0)
-
-    def choose(self, batch: SampleBatch) -> SampleBatch:
-        """Samples of the trainer's weights from the batch; none if all of it is older, as with sources that sample
-        ahead."""
-        return spread_over(batch, since=self._since)
+    def policy_sent(self) -> None:
+        """Note an update of the engines with weights that they lacked."""
+        self._policies_sent += 1
+        self.due = self.due or self._policies_sent == 1 or (self.every > 0 and self._policies_sent % self.every == 0)
 
     def judge(self, samples: SampleBatch, trainer: FloatArray) -> None:
         """Compare the trainer's log-probs [N] of these samples with the engines'. Above the bound, raises

@@ -27,7 +27,6 @@ from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan
 from corerl.plugin.events import CallFinished
 from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup
-from corerl.types import InitResult
 
 
 @frozen(kw_only=True)
@@ -36,7 +35,6 @@ class Started:
 
     train_groups: Mapping[str, TrainGroup]  # by role
     fleet: EngineFleet | None  # None if nothing is sampled
-    inits: Mapping[str, InitResult]  # by role
     pool: ResourcePool
 
 
@@ -70,9 +68,9 @@ def start_processes(
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
     restarts = processes.roles[ACTOR].train.restarts
-    in_turns = bool(processes.sharing)
-    inits = load_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
-    return Started(train_groups=groups, fleet=fleet, inits=inits, pool=pool)
+    in_turns = bool(processes.colocated_roles)
+    load_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
+    return Started(train_groups=groups, fleet=fleet, pool=pool)
 
 
 def emit_call(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:
@@ -100,7 +98,7 @@ def load_all(
     *,
     in_turns: bool,
     restarts: int,
-) -> dict[str, InitResult]:
+) -> None:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
     start ends the run before the engines have loaded. If a rank dies as it starts, all are restarted, up to `restarts`
@@ -139,7 +137,6 @@ def load_all(
             starting |= {name: group.restart() for name, group in groups.items()}
     if fleet is not None and not in_turns:
         _replace(fleet, results[ENGINES], progress)
-    return {name: results[name] for name in groups}
 
 
 def _replace(fleet: EngineFleet, died: Mapping[str, CorerlError], progress: Progress) -> None:

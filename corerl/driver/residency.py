@@ -13,7 +13,7 @@ from corerl.driver.progress import Progress
 from corerl.engines.fleet import EngineFleet
 from corerl.kinds import ALL_KINDS, MemoryKind
 from corerl.plan.processes import ProcessPlan
-from corerl.plan.residency import REST, SAMPLE, TRAIN, EngineMemory, Stage, residency_plan, train_stage
+from corerl.plan.residency import REST, SAMPLE, TRAIN, EngineMemory, Stage, residency_stages, train_stage
 from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup
 
@@ -24,10 +24,10 @@ SEEN = 2  # steps of each role: the first may be skipped, before moments exist
 
 @define(kw_only=True, eq=False)
 class Residency:
-    """Moves ranks and engines from stage to stage. Without a plan nothing moves."""
+    """Moves ranks and engines from stage to stage. Without stages nothing moves."""
 
-    plan: Mapping[str, Stage] = field(factory=dict)
-    groups: Mapping[str, TrainGroup] = field(factory=dict)  # by role, those in the plan
+    stages: Mapping[str, Stage] = field(factory=dict)
+    groups: Mapping[str, TrainGroup] = field(factory=dict)  # by role, those in the stages
     fleet: EngineFleet | None = None
     progress: Progress
     measures: bool = False  # whether to stop moving once two steps have shown that there is room for all
@@ -60,10 +60,10 @@ class Residency:
         measures: bool = False,
     ) -> Self:
         """Of processes that have started, whose roles `passed` run a forward pass before training."""
-        sharing = {name: groups[name] for name in processes.sharing}
-        frozen = {name for name, group in sharing.items() if group.plan.objective is None}
-        plan = residency_plan([*sharing], passed, frozen)
-        return cls(plan=plan, groups=sharing, fleet=fleet, progress=progress, measures=measures)
+        colocated = {name: groups[name] for name in processes.colocated_roles}
+        frozen = {name for name, group in colocated.items() if group.role_plan.objective is None}
+        stages = residency_stages([*colocated], passed, frozen)
+        return cls(stages=stages, groups=colocated, fleet=fleet, progress=progress, measures=measures)
 
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;
@@ -77,9 +77,9 @@ class Residency:
 
     def enter(self, name: str) -> None:
         """Make exactly the stage's memory resident. What goes to sleep does so before anything wakes up."""
-        if not self.plan:
+        if not self.stages:
             return
-        stage = self.plan[name]
+        stage = self.stages[name]
         if name == REST:
             self.take_turns()
         if self._stays:
@@ -98,7 +98,7 @@ class Residency:
 
     def make_room(self) -> None:
         """Let the engines sleep, where ranks that have died share their devices with others that are to load."""
-        if self.plan and self._engines is not EngineMemory.NOTHING:
+        if self.stages and self._engines is not EngineMemory.NOTHING:
             self._lay_down_engines()
 
     def ranks_changed(self, roles: Collection[str]) -> None:
@@ -157,7 +157,7 @@ class Residency:
                 for note in slept.notes:
                     self.progress.notice(f"{role} rank {rank}: {note}")
             # One that is trained has its gradients and moments in no stage but that.
-            self._seen[role] += self._stage == train_stage(role) or train_stage(role) not in self.plan
+            self._seen[role] += self._stage == train_stage(role) or train_stage(role) not in self.stages
         if self._engines > engines:
             self._lay_down_engines()
 

@@ -14,13 +14,13 @@ from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import AlgorithmConfig, TrainConfig
 from corerl.data.packing import StepPlan, groups_of_steps
-from corerl.driver.learning_rate import DecayStart, decayed, learning_rate
+from corerl.driver.learning_rate import DecayStart, LearningRate
 from corerl.driver.progress import Progress
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
 from corerl.plan.residency import ACTOR_WEIGHTS
-from corerl.trainer.group import SharedBatch, TrainGroup
-from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
+from corerl.trainer.group import StoredBatch, TrainGroup
+from corerl.types import Array, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
 
 @define(kw_only=True)
@@ -32,31 +32,25 @@ class Role:
     loss: LossSpec | None  # None if it is frozen: then it only passes samples
     train: TrainConfig
     seed: int
-    first_step: int = 0  # the rollout step in which its training starts
-    rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
+    trained_from: int = 0  # the rollout step in which its training starts
+    rollout_steps: int  # that the learning-rate schedule spans, those before `trained_from` included
     next_optimizer_step: int
     decay_start: DecayStart | None = None
 
-    def lr(self, optimizer_step: int) -> float:
+    @property
+    def lr(self) -> LearningRate:
         schedule = self.train.schedule
-        return learning_rate(
+        start = self.decay_start or DecayStart(optimizer_step=0, rollout_step=self.trained_from, progress=0.0)
+        left = max(self.rollout_steps - start.rollout_step, 0) * self.steps_of_batch
+        return LearningRate(
+            warmup_steps=schedule.warmup_steps,
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
             peak=self.train.optimizer.lr,
-            **self._place(optimizer_step),
+            total_steps=start.optimizer_step + left,
+            start=start.optimizer_step,
+            progress=start.progress,
         )
-
-    def _place(self, optimizer_step: int) -> dict[str, Any]:
-        """Where an optimizer step is in the schedule."""
-        start = self.decay_start or DecayStart(optimizer_step=0, rollout_step=self.first_step, progress=0.0)
-        left = max(self.rollout_steps - start.rollout_step, 0) * self.steps_of_batch
-        return {
-            "warmup_steps": self.train.schedule.warmup_steps,
-            "step": optimizer_step,
-            "total_steps": start.optimizer_step + left,
-            "start": start.optimizer_step,
-            "progress": start.progress,
-        }
 
     def keep_rate(self, before: TrainConfig, rollout_step: int) -> None:
         """Let the next step have the learning rate that it had with the mini-batches and epochs of `before`, which the
@@ -66,7 +60,7 @@ class Role:
             self.decay_start = DecayStart(
                 optimizer_step=self.next_optimizer_step,
                 rollout_step=rollout_step,
-                progress=decayed(**earlier._place(self.next_optimizer_step)),
+                progress=earlier.lr.decayed(self.next_optimizer_step),
             )
 
     @property
@@ -75,9 +69,8 @@ class Role:
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
-        return Step(
-            optimizer_step=self.next_optimizer_step, rollout_step=rollout_step, lr=self.lr(self.next_optimizer_step)
-        )
+        step = self.next_optimizer_step
+        return Step(optimizer_step=step, rollout_step=rollout_step, lr=self.lr.at(step))
 
     def plan_steps(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
@@ -92,13 +85,13 @@ class Role:
 
     def start_training(
         self,
-        shared: SharedBatch,
+        batch: StoredBatch,
         plans: Sequence[StepPlan],
         rollout_step: int,
         *,
         scale_of_accumulated: float | None = None,
     ) -> list[Future[TrainResult]]:
-        """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
+        """Start these optimizer steps of the batch; returns once their samples are in the object store. Steps
         without loss tokens are skipped: momentum and decay would move the weights without a gradient. Where ranks have
         accumulated the first step's gradients already, `scale_of_accumulated` is what these are multiplied by."""
         assert self.loss is not None
@@ -110,14 +103,13 @@ class Role:
             if scale_of_accumulated is not None and not number:
                 started.append(self.group.optimizer_step(step, scale=scale_of_accumulated))
             else:
-                started.append(self.group.train(shared, plan, self.loss, step))
+                started.append(self.group.train(batch, plan, self.loss, step))
             self.next_optimizer_step += 1
         return started
 
     def start_forward(
         self,
-        shared: SharedBatch,
-        samples: SampleBatch,
+        batch: StoredBatch,
         outputs: tuple[Output, ...],
         *,
         snapshot: str = "",
@@ -127,13 +119,13 @@ class Role:
         except that experts are given for every token."""
 
         def masked(found: Mapping[Output, Array]) -> dict[Output, Array]:
-            mask = samples.columns["loss_mask"]
+            mask = batch.samples.columns["loss_mask"]
             return {
                 output: column if output is Output.ROUTED_EXPERTS else np.where(mask, column, np.float32(0.0))
                 for output, column in found.items()
             }
 
-        return self.group.forward(samples, outputs, shared=shared, snapshot=snapshot, replay=replay).then(masked)
+        return self.group.forward(batch, outputs, snapshot=snapshot, replay=replay).then(masked)
 
 
 @define(kw_only=True)
@@ -172,23 +164,21 @@ class ReferencePolicy:
             self.group.snapshot(REFERENCE).create().result()
 
 
-def roles_of(
-    plan: Plan, groups: Mapping[str, TrainGroup], inits: Mapping[str, InitResult], *, notify: Callable[[str], None]
-) -> dict[str, Role]:
+def roles_of(plan: Plan, groups: Mapping[str, TrainGroup], *, notify: Callable[[str], None]) -> dict[str, Role]:
     """The roles of groups that have started. If the run resumes, their schedules continue; `notify` gets a line
     about a learning rate that jumps."""
     roles = {}
     for name, group in groups.items():
-        objective, train = group.plan.objective, group.plan.train
+        objective, train = group.role_plan.objective, group.role_plan.train
         roles[name] = Role(
             name=group.role,
             group=group,
             loss=objective.loss if objective else None,
             train=train,
             seed=plan.run.seed,
-            first_step=objective.first_step if objective else 0,
+            trained_from=objective.trained_from if objective else 0,
             rollout_steps=train.schedule.steps or plan.run.steps,
-            next_optimizer_step=inits[name].optimizer_step,
+            next_optimizer_step=group.loaded_step,
         )
     if plan.start.state and plan.run.trains:
         trained = [role for role in roles.values() if role.loss is not None]
@@ -214,7 +204,7 @@ def continue_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> lis
         train = old.train_of(role.name)
         before = evolve(role, train=train, rollout_steps=train.schedule.steps or old.run.steps)
         role.keep_rate(train, state["rollout_step"])
-        was, now = before.lr(role.next_optimizer_step), role.lr(role.next_optimizer_step)
+        was, now = before.lr.at(role.next_optimizer_step), role.lr.at(role.next_optimizer_step)
         if not math.isclose(was, now, rel_tol=1e-6):
             line = f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}"
             if role.rollout_steps != before.rollout_steps:

@@ -15,17 +15,16 @@ from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.engines import Engines
-from corerl.driver.groups import Groups
-from corerl.driver.logprob_check import LogprobCheck
+from corerl.driver.groups import RunGroups
+from corerl.driver.logprob_check import LogprobCheck, spread_over
 from corerl.driver.metrics import StepReports, staleness_metrics
 from corerl.driver.progress import Progress
-from corerl.driver.recovery import Recovery, RestartPoint
+from corerl.driver.rank_recovery import RankRecovery, RestartPoint
 from corerl.driver.residency import Residency
 from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Evaluations, Sampling
 from corerl.driver.streamed_step import StreamedStep
-from corerl.engines.fleet import EngineFleet
 from corerl.errors import WorkerDied
 from corerl.pictures import PICTURES
 from corerl.plan.plan import Plan
@@ -35,7 +34,7 @@ from corerl.plugin.events import RunFinished, RunRewound
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.recorded import ROLLOUTS, write_rollout
 from corerl.rollout.scored import ScoredRollout, postprocessed
-from corerl.trainer.group import SharedBatch, share
+from corerl.trainer.group import StoredBatch
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
@@ -66,11 +65,8 @@ class Run:
     sampling: Sampling
     evaluations: Evaluations
     saves: Saves
-    recovery: Recovery
-    groups: Groups
-
-    _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
-    _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
+    recovery: RankRecovery
+    groups: RunGroups
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -95,16 +91,23 @@ class Run:
     def actor(self) -> Role:
         return self.roles[ACTOR]
 
+    @property
+    def _trained(self) -> list[str]:
+        """The roles that are trained on this step."""
+        step = self.progress.steps_done
+        return [name for name, role in self.roles.items() if role.loss is not None and step >= role.trained_from]
+
     # ---- samples ----------------------------------------------------------------------------------------------------
 
-    def batches(self) -> Iterator[ScoredRollout]:
-        """The rollout steps still to do, each when it is wanted: saved if the run keeps them, and postprocessed. Of a
-        source that streams, the ranks have already accumulated gradients of a step's first prompts by then."""
+    def batches(self) -> Iterator[tuple[ScoredRollout, StreamedStep | None]]:
+        """The rollout steps still to do, each when it is wanted: saved if the run keeps them, and postprocessed. With a
+        source that streams comes what the ranks have done by then with prompts that arrived before the others."""
         rollout = self.plan.rollout
         while True:
-            scored = None
+            scored, streamed = None, None
             with self.rewinding_if_ranks_die() as deaths:
-                scored = self._next_or_accumulate()
+                streamed = self._accumulated()
+                scored = self._wait_replacing_engines(self.sampling.source.next())
             if deaths:
                 continue
             if scored is None:
@@ -113,25 +116,22 @@ class Run:
                 write_rollout(self.run_dir / ROLLOUTS, scored)
             if rollout.postprocess is not None:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
-            yield scored
+            yield scored, streamed
 
-    def _next_or_accumulate(self) -> ScoredRollout | None:
-        """The next rollout step. If its prompts come one by one, as of a source that streams, the ranks have already
-        accumulated gradients of the first ones."""
-        self._streamed = None  # that of the step before
+    def _accumulated(self) -> StreamedStep | None:
+        """The gradients of the next step's prompts, which arrive one by one; None if they come together."""
+        streamed = None
         while arrived := self._wait_replacing_engines(self.sampling.source.arrived()):
-            if self._streamed is None:
-                trains = self.actor.loss is not None and self.progress.steps_done >= self.actor.first_step
-                self._streamed = StreamedStep(
-                    step=self.progress.steps_done,
-                    trained=self.actor if trains else None,
-                    with_logprobs=self.with_logprobs,
-                    with_advantages=self.advantages_of,
-                    progress=self.progress,
-                )
-            self._streamed.add(arrived)
+            streamed = streamed or StreamedStep(
+                step=self.progress.steps_done,
+                trained=self.actor if ACTOR in self._trained else None,
+                with_logprobs=self.with_logprobs,
+                with_advantages=self.advantages_of,
+                progress=self.progress,
+            )
+            streamed.add(arrived)
             self.progress.begin("rollout")
-        return self._wait_replacing_engines(self.sampling.source.next())
+        return streamed
 
     def _wait_replacing_engines(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
@@ -149,8 +149,7 @@ class Run:
         with self.progress.phase("compare"):
             samples = self._wait_replacing_engines(self.logprob_check.sample())
         self._compare(self.logprob_check, samples)
-        self.push_weights()  # only engines that take turns with the ranks in memory have lost them
-        self.sleep_ranks()
+        self.update_engines()  # only engines that take turns with the ranks in memory have lost their weights
 
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
@@ -158,25 +157,28 @@ class Run:
         self.residency.enter(COMPARE)
         with self.progress.phase("compare"):
             replay = self.plan.algorithm.settings.routing_replay == "engine"
-            passing = self.actor.start_forward(share(samples), samples, (Output.LOGPROBS,), replay=replay)
+            passing = self.actor.start_forward(StoredBatch(samples), (Output.LOGPROBS,), replay=replay)
             check.judge(samples, passing.result()[Output.LOGPROBS])
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
-    def prepare(self, scored: ScoredRollout) -> TrainBatch:
-        """Everything the losses read, computed by the models before the batch's first optimizer step. Raises
-        LogprobMismatch if a check of log-probs is due, and trainer and engines compute different ones."""
+    def prepare(self, scored: ScoredRollout, streamed: StreamedStep | None = None) -> TrainBatch:
+        """Everything the losses read, computed by the models before the batch's first optimizer step, unless that is
+        `streamed`. Raises LogprobMismatch if a check of log-probs is due, and trainer and engines compute different
+        ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
-        check = self.logprob_check
-        if check is not None and check.due and self._pushed_at == self.actor.next_optimizer_step:  # engines hold these
-            fresh = check.choose(samples)
+        check, engines = self.logprob_check, self.engines
+        if check is not None and engines is not None and check.due and engines.up_to_date:
+            fresh = spread_over(samples, since=engines.policies.since)  # none where sources sample ahead
             self._compare(check, fresh if len(fresh) else self._wait_replacing_engines(check.sample()))
-        samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
+        samples = self.with_logprobs(samples) if streamed is None else streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
+        if streamed is not None:
+            batch = evolve(batch, scale_of_accumulated=streamed.scale)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
-        if self.engines is not None:
-            batch = evolve(batch, metrics={**staleness_metrics(samples, self.engines.policies), **batch.metrics})
+        if engines is not None:
+            batch = evolve(batch, metrics={**staleness_metrics(samples, engines.policies), **batch.metrics})
         return batch
 
     def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
@@ -191,11 +193,10 @@ class Run:
         if not algorithm.passes:
             return samples
         self.residency.enter(FORWARD)
-        shared = share(samples)
+        stored = StoredBatch(samples)
         passing = {
             each: self.roles[each.role].start_forward(
-                shared,
-                samples,
+                stored,
                 tuple(each.columns.values()),
                 snapshot=each.snapshot,
                 replay=each.replay,
@@ -233,17 +234,12 @@ class Run:
             self.progress.notice(f"step {self.progress.steps_done} is skipped: none of its samples has a loss token")
             self._renew_reference()
             return {}
-        shared = share(samples)
-        trained = [
-            name
-            for name, role in self.roles.items()
-            if role.loss is not None and self.progress.steps_done >= role.first_step
-        ]
-        results: dict[str, list[TrainResult]] = {name: [] for name in trained}
-        for stage, names in self.residency.turns(trained).items():
+        stored = StoredBatch(samples)
+        results: dict[str, list[TrainResult]] = {name: [] for name in self._trained}
+        for stage, names in self.residency.turns([*results]).items():
             self.residency.enter(stage)
             with self.progress.phase("train"):
-                steps = self._start_training(names, shared, batch)
+                steps = self._start_training(names, stored, batch)
                 for (name, _), result in wait_all(steps).items():
                     results[name].append(result)
         self._renew_reference()
@@ -253,15 +249,15 @@ class Run:
         self.reference.renew(self.progress.steps_done + 1, self.residency.enter)
 
     def _start_training(
-        self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch
+        self, names: Sequence[str], stored: StoredBatch, batch: TrainBatch
     ) -> dict[tuple[str, int], Future[TrainResult]]:
         """Start all optimizer steps of these roles; futures by role and number."""
         steps: dict[tuple[str, int], Future[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
             plans = role.plan_steps(batch.samples, self.progress.steps_done)
-            accumulated = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start_training(shared, plans, self.progress.steps_done, scale_of_accumulated=accumulated)
+            scale = batch.scale_of_accumulated if name == ACTOR else None
+            started = role.start_training(stored, plans, self.progress.steps_done, scale_of_accumulated=scale)
             for count, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -283,13 +279,13 @@ class Run:
     def _restore(self, point: RestartPoint) -> None:
         """Go on from a checkpoint, with which the ranks have restarted."""
         self.sampling.source.close()
-        self._streamed, self._pushed_at = None, None
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
         self.reference.begin(resumed=bool(point.state))
         self.sampling.restart(point.state, point.checkpoint)
         if self.engines is not None:
-            self.sampling.source.renumber(self.engines.policies.version + 1 - point.version)
+            self.engines.changes_sent = None
+            self.sampling.source.renumber(self.engines.version + 1 - self.actor.group.loaded_version)
             self.sampling.loop.run(self.engines.fleet.reset())
         self.update_engines()
         self.evaluate()
@@ -305,6 +301,8 @@ class Run:
             self.residency.enter(ACTOR_WEIGHTS)
             self.reference.begin(resumed=True)
         if changed and self.engines is not None:
+            if ACTOR in changed:  # the weights of now, which engines have, are on other ranks
+                self.engines.changes_sent = self.actor.group.changes
             self.engines.new_rendezvous()
             self.push_weights()
 
@@ -314,14 +312,12 @@ class Run:
         """Update all engines to the actor's weights. Raises WeightUpdateError if an engine cannot be updated.
 
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
-        if self.engines is None or not self._push_due(self.engines.fleet):
+        if self.engines is None or not self._push_due(self.engines):
             return
-        new = self._pushed_at != self.actor.next_optimizer_step
-        source = self.sampling.source
-        self.engines.update(source.updating if source.overlaps else None, new=new)
-        if self.logprob_check is not None:
-            self.logprob_check.pushed(self.engines.policies.version, new=new)
-        self._pushed_at = self.actor.next_optimizer_step
+        source, new = self.sampling.source, not self.engines.up_to_date
+        self.engines.update(source.updating if source.overlaps else None)
+        if new and self.logprob_check is not None:
+            self.logprob_check.policy_sent()
 
     def update_engines(self) -> None:
         """Push weights outside of a step. Engines that are new or have lost their weights make a push due whatever the
@@ -329,13 +325,12 @@ class Run:
         self.push_weights()
         self.sleep_ranks()
 
-    def _push_due(self, fleet: EngineFleet) -> bool:
+    def _push_due(self, engines: Engines) -> bool:
         # Engines that slept, or are new, hold no weights; without any, no engine samples.
-        if self._pushed_at is None or not fleet.all_serve:
+        if engines.changes_sent is None or not engines.fleet.all_serve:
             return True
-        every = self.plan.weights.every
-        due = self.progress.steps_done % every == 0 or self.evaluations.any_due
-        return due and self._pushed_at != self.actor.next_optimizer_step
+        due = self.progress.steps_done % self.plan.weights.every == 0 or self.evaluations.any_due
+        return due and not engines.up_to_date
 
     def sleep_ranks(self) -> None:
         """After the last verb that uses ranks: if they share devices with engines (else nothing happens), they sleep
@@ -352,7 +347,7 @@ class Run:
         memory if they were seen to fit. `batch` is None if it was not for training."""
         require_there(self.run_dir)
         if self.engines is not None:
-            self.engines.fleet.step_completed()
+            self.engines.fleet.step_done()
         self.recovery.step_done()
         self.reports.report(scored, batch, results)
 

@@ -21,7 +21,6 @@ from corerl.engines.fleet import EngineFleet
 from corerl.event_loop import EventLoop, in_thread
 from corerl.observability.timing import SCORING
 from corerl.pictures import save_pictures
-from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
 from corerl.plugin.events import Evaluated, SampleShown
 from corerl.rollout.asynchronous import AsynchronousRollouts
@@ -36,7 +35,7 @@ from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Source
 
 in_scoring_thread = partial(in_thread, name="rollout scoring")  # for sources that score while the main thread trains
-STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls at once
+STREAMED_PARTS = 4  # of an engine's part of a batch, if it answers fewer calls at once
 
 
 def start_rewards(
@@ -60,16 +59,16 @@ def start_rewards(
 
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
-    """The most rows of several requests that an engine gets in one call: where steps are sampled ahead, an even share
+    """The most rows of several requests that an engine gets in one call: where steps are sampled ahead, an even part
     of a batch, so that its groups are not held up by those of later batches; where training begins with those that are
-    there, as few as let the calls that it answers at once hold its whole share of the batch."""
-    share = rollout.prompts / replicas
+    there, as few as let the calls that it answers at once hold its whole part of the batch."""
+    part = rollout.prompts / replicas
     match rollout.source:
         case "asynchronous":
-            prompts = math.floor(share / calls)
+            prompts = math.floor(part / calls)
         case "streamed":
             # All of them at once: an engine that batches by itself decodes few rows hardly faster than many.
-            prompts = math.ceil(share / max(calls, STREAMED_PARTS))
+            prompts = math.ceil(part / max(calls, STREAMED_PARTS))
         case _:
             return UNLIMITED
     return max(1, prompts) * rollout.samples
@@ -132,42 +131,40 @@ class Sampling:
 
     def restart(self, state: Mapping[str, Any], checkpoint: Path | None) -> None:
         """Begin with another source, where a checkpoint's state says, or at the first prompt if that is empty."""
-        rollout, steps = self.plan.rollout, self.plan.run.steps
+        rollout = self.plan.rollout
         if self.fleet is None or self.sampler is None:
+            steps = self.plan.run.steps
             self.source = SavedRollouts(rollout.settings.saved, steps=steps, vocab_size=rollout.vocab_size)
         else:
-            self.source = make_source(rollout, self.fleet, self.sampler, self.rewards[0], self.progress, steps=steps)
+            self.source = self._source(self.fleet, self.sampler)
         self.stack.callback(self.source.close)
         if state:
             self.source.restore(state["source"], checkpoint)
 
-
-def make_source(
-    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: AsyncScorer, progress: Progress, *, steps: int
-) -> Source:
-    """The source that samples."""
-    settings = plan.settings
-    dynamic_sampling = None
-    if plan.max_replacements:
-        dynamic_sampling = DynamicSampling(useful=spread, max_replacements=plan.max_replacements, part=plan.spread_on)
-    by_prompt = settings.source in ("streamed", "asynchronous")
-    fields: dict[str, Any] = {
-        "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
-        "sampler": sampler,
-        "reward": reward,
-        "params": plan.params,
-        "prompts": settings.prompts,
-        "samples": settings.samples,
-        "dynamic_sampling": dynamic_sampling,
-        "engines": fleet,
-        "steps": steps,
-        "on_progress": partial(progress.count, GENERATED) if by_prompt else None,
-    }
-    if settings.source == "asynchronous":
-        return AsynchronousRollouts(max_staleness=settings.max_staleness, **fields)
-    if settings.source == "one-step-off":
-        return OneStepOffRollouts(**fields)
-    return OrderedRollouts(singly=settings.source == "streamed", **fields)
+    def _source(self, fleet: EngineFleet, sampler: Sampler) -> Source:
+        """The source that samples."""
+        plan, settings = self.plan.rollout, self.plan.rollout.settings
+        dynamic_sampling = None
+        if most := plan.max_replacements:
+            dynamic_sampling = DynamicSampling(useful=spread, max_replacements=most, part=plan.spread_on)
+        by_prompt = settings.source in ("streamed", "asynchronous")
+        fields: dict[str, Any] = {
+            "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=self.progress.notice),
+            "sampler": sampler,
+            "reward": self.rewards[0],
+            "params": plan.params,
+            "prompts": settings.prompts,
+            "samples": settings.samples,
+            "dynamic_sampling": dynamic_sampling,
+            "engines": fleet,
+            "steps": self.plan.run.steps,
+            "on_progress": partial(self.progress.count, GENERATED) if by_prompt else None,
+        }
+        if settings.source == "asynchronous":
+            return AsynchronousRollouts(max_staleness=settings.max_staleness, **fields)
+        if settings.source == "one-step-off":
+            return OneStepOffRollouts(**fields)
+        return OrderedRollouts(singly=settings.source == "streamed", **fields)
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[SampleShown, ...]:

@@ -12,7 +12,7 @@ from corerl.driver.advantages import TrainBatch
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
 from corerl.rollout.source import Arrived
-from corerl.trainer.group import SharedBatch
+from corerl.trainer.group import StoredBatch
 from corerl.types import FloatArray, SampleBatch, offsets_of
 
 
@@ -49,7 +49,7 @@ class StreamedStep:
         if len(groups):
             rows = np.flatnonzero(np.isin(samples.row_columns["group"], groups))
             batch = self.with_advantages(samples.take_rows(rows), arrived.rewards[rows])
-            self._add_gradients(role, batch.samples, share=len(groups) / len(first))
+            self._add_gradients(role, batch.samples, fraction=len(groups) / len(first))
 
     def completed(self, samples: SampleBatch) -> SampleBatch:
         """The step's samples, all of which have been added, with the columns of their passes."""
@@ -61,17 +61,17 @@ class StreamedStep:
         ordered = joined.take_rows(np.argsort(place, kind="stable"))
         return evolve(samples, columns=ordered.columns, pictures=ordered.pictures)
 
-    def _add_gradients(self, role: Role, samples: SampleBatch, *, share: float) -> None:
-        """`share`: of the first step's groups."""
+    def _add_gradients(self, role: Role, samples: SampleBatch, *, fraction: float) -> None:
+        """`fraction`: of the first step's groups."""
         group, loss = role.group, role.loss
         assert loss is not None
         if not self._unit:
             _, count = group.plan_part(samples)
             # A power of two, which rounds nothing: how much comes first is chance.
-            self._unit = 2.0 ** round(math.log2(count / share)) if count else 0.0
+            self._unit = 2.0 ** round(math.log2(count / fraction)) if count else 0.0
         plan, count = group.plan_part(samples, unit=self._unit or 1.0)
         self._denominator += count
         if samples.columns["loss_mask"].any():  # without, it may count all the same, by its length
             self._has_gradients = True
             with self.progress.phase("train"):
-                group.forward_backward(SharedBatch(samples), plan, loss).result()
+                group.forward_backward(StoredBatch(samples), plan, loss).result()

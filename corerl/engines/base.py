@@ -209,7 +209,6 @@ def _joined(parts: Sequence[GenerateRequest] | Sequence[Generation], *names: str
 class Received:
     """The outcome of one weight update on one engine."""
 
-    version: int
     bytes: int
     error: str = ""  # empty if committed; otherwise the engine serves nothing until a full update commits
     held: tuple[int, ...] = ()  # versions that the engine can sample from now, this one last; (): this one alone

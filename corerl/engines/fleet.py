@@ -31,7 +31,7 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 if TYPE_CHECKING:
-    from corerl.cluster.group import CallCounts, RayGroup
+    from corerl.cluster.group import RayGroup
 
 STARTING_SECONDS = 1.0  # between two polls of replicas that are starting
 END_SECONDS = 5.0  # for calls to notice that their processes have been killed
@@ -75,7 +75,7 @@ class Replica:
 class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that sampled it.
 
-    If a replica's process dies while sampling, the others sample its share with the same noise, so the samples are the
+    If a replica's process dies while sampling, the others sample its part with the same noise, so the samples are the
     same as the dead replica's would have been. If none is left, whoever samples waits until `replace` has put new
     processes in their place, and an update has brought weights; `until` reports that. The same holds for replicas that
     `resize` ends.
@@ -202,7 +202,7 @@ class EngineFleet:
         ended = dict.fromkeys(rows, 0)
 
         async def generate_on(replica: Replica, own: IntArray, over: Callable[[Replica], None]) -> Generation:
-            share = request.take_rows(own) if len(rows) > 1 else request
+            part = request.take_rows(own) if len(rows) > 1 else request
 
             def on_ended(done: int) -> None:
                 ended[replica] = done
@@ -210,21 +210,21 @@ class EngineFleet:
                     on_progress(sum(ended.values()), len(request))
 
             generated = await replica.batcher.generate(
-                share, number=number, on_ended=None if on_progress is None else on_ended
+                part, number=number, on_ended=None if on_progress is None else on_ended
             )
             over(replica)
             if generated is None:  # it died: others sample the same
-                return await self._divided(share, number, None, on_tokens)
-            on_ended(len(share) - int(generated.unfinished.sum()))
+                return await self._divided(part, number, None, on_tokens)
+            on_ended(len(part) - int(generated.unfinished.sum()))
             if len(self) > 1:
-                self._router.remember(replica, share, generated)
+                self._router.remember(replica, part, generated)
             if on_tokens is not None:
                 on_tokens(generated)
             if not generated.unfinished.any():
                 return generated
-            if share.params.scored:  # scores are of these prompts, and not of those that go on with a response
-                return await self._divided(share, number, None, on_tokens)
-            return append(share, generated, await self._divided(continued(share, generated), number, None, on_tokens))
+            if part.params.scored:  # scores are of these prompts, and not of those that go on with a response
+                return await self._divided(part, number, None, on_tokens)
+            return append(part, generated, await self._divided(continued(part, generated), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
         with self._router.in_progress({replica: len(own) for replica, own in rows.items()}) as over:
@@ -235,14 +235,7 @@ class EngineFleet:
         self, replica: Replica, request: GenerateRequest, on_ended: OnRowsEnded | None
     ) -> Generation | None:
         """One call of a replica; None if it died."""
-
-        def on_counts(counts: Mapping[int, int | None]) -> None:
-            for ended in counts.values():
-                if on_ended is not None and ended is not None:
-                    on_ended(ended)
-
-        counts = None if on_ended is None else on_counts
-        ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts)
+        ask = functools.partial(self._ask, "generate", {replica: (request,)}, on_ended)
         pauses_ended = self._pauses_ended
         try:
             # Lost while the request waited.
@@ -420,11 +413,6 @@ class EngineFleet:
     # ---- deaths -----------------------------------------------------------------------------------------------------
 
     @property
-    def any_dead(self) -> bool:
-        """Whether any dead replica is not replaced yet."""
-        return any(each.state is State.DEAD for each in self._replicas)
-
-    @property
     def deaths(self) -> dict[str, CorerlError]:
         """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
         with self._changing:
@@ -468,7 +456,7 @@ class EngineFleet:
             new.state, new.died_of = State.EMPTY, None
         return None
 
-    def step_completed(self) -> None:
+    def step_done(self) -> None:
         """Reset the count of restarts."""
         for each in self._replicas:
             each.restarts = 0
@@ -488,7 +476,7 @@ class EngineFleet:
         raise error
 
     def _ask(
-        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], on_counts: CallCounts | None = None
+        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], on_ended: OnRowsEnded | None = None
     ) -> dict[Replica, Any]:
         """Return the answers of the live replicas, and mark those that died. On any other failure, or when a dead
         replica's restarts are used up, kill all processes and raise the error. Replicas that were replaced or ended are
@@ -498,7 +486,7 @@ class EngineFleet:
                 self._calls_in_progress += 1
                 asked = {index: each for index, each in enumerate(self._replicas) if each in arguments}
                 pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
-            found = self.processes.answers(pending, on_counts=on_counts)
+            found = self.processes.answers(pending, on_ended=on_ended)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
         finally:
@@ -610,5 +598,5 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
 
 def _received(answer: Received | CorerlError) -> Received:
     if isinstance(answer, CorerlError):
-        return Received(version=-1, bytes=0, error=answer.message, died=isinstance(answer, WorkerDied))
+        return Received(bytes=0, error=answer.message, died=isinstance(answer, WorkerDied))
     return answer

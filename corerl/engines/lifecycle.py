@@ -1,4 +1,5 @@
-"""Track whether an engine may answer: paused or running, and under which weights version, if any.
+"""Track in an engine's process whether it may answer: paused or running, and under which weights version, if any. The
+process itself is started, watched and replaced by `engines.fleet`.
 
 An engine starts without weights and serves a version once its update has committed. After a failed update, or once its
 weights slept, it serves nothing until another update commits.
@@ -149,7 +150,7 @@ class EngineLifecycle:
         with self._busy:
             if version <= self._version:
                 stale = f"version {version} is not newer than {self._version}, which {self._name} already has"
-                return Received(version=version, bytes=0, error=stale)
+                return Received(bytes=0, error=stale)
             self._reason = f"the update to weights version {version} did not complete"
             try:
                 received = transfer()
@@ -157,10 +158,10 @@ class EngineLifecycle:
                 error = message_of(failure)
                 self._reason += f" ({error})"
                 self.holds_weights, self.held = False, ()
-                return Received(version=version, bytes=0, error=error)
+                return Received(bytes=0, error=error)
             self._version, self._reason, self.holds_weights = version, "", True
             self.held = (*(self.held if alone else ()), version)[-self._versions :]
-            return Received(version=version, bytes=received, held=self.held)
+            return Received(bytes=received, held=self.held)
 
     def close(self) -> None:
         with self._busy:

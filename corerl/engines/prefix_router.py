@@ -19,7 +19,7 @@ from corerl.types import IntArray
 
 Replica = TypeVar("Replica", bound=Hashable)
 
-SLACK = 1.5  # limit, in even shares, on the rows given to a replica for holding their prefixes
+SLACK = 1.5  # limit, in even parts, on the rows given to a replica for holding their prefixes
 REMEMBERED = 2**17  # prefixes; nothing else limits their number while weights stay the same
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-spread bits: its powers make a row's prefix hashes differ
 
@@ -28,7 +28,7 @@ class PrefixRouter(Generic[Replica]):
     """Decides which replica samples which rows. For one thread.
 
     A replica caches the keys and values of what it has read and generated until its weights change. Hence rows of one
-    prompt stay together if shares then stay even to within a prompt; and a row that starts with a prompt, or a prompt
+    prompt stay together if parts then stay even to within a prompt; and a row that starts with a prompt, or a prompt
     and its response, that a replica has seen goes there again, such as the next turn of a conversation. Evenness is
     counted in rows, including those still being generated.
     """
@@ -130,15 +130,15 @@ def _fill(load: Sequence[int], rows: int) -> list[int]:
     return taken
 
 
-def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
+def _between(prompts: Sequence[tuple[int, int]], at: int, rows: int) -> int:
     """Where to cut without separating one prompt's rows: the place nearest to `at`, or `at` itself if the prompt there
-    has more rows than `share`."""
+    has more than `rows` rows."""
     low = high = at
     while 0 < low < len(prompts) and prompts[low] == prompts[low - 1]:
         low -= 1
     while 0 < high < len(prompts) and prompts[high] == prompts[high - 1]:
         high += 1
-    if high - low > share:
+    if high - low > rows:
         return at
     return low if at - low <= high - at else high
 

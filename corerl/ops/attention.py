@@ -57,10 +57,10 @@ def packed_attention(
     fits = q.is_meta or (one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD)
     if fits and softcap is None and sinks is None:
         return _packed_kernel(q, k, v, packing, scale, window)
-    if (shared := packing.prefixes) is not None:
-        q, k, v = (_rows_at(shared.place, each) for each in (q, k, v))
-        apart = packed_attention(q, k, v, shared.sequences, scale, window=window, softcap=softcap, sinks=sinks)
-        return _rows_at(shared.token, apart)
+    if (prefixes := packing.prefixes) is not None:
+        q, k, v = (_rows_at(prefixes.place, each) for each in (q, k, v))
+        apart = packed_attention(q, k, v, prefixes.sequences, scale, window=window, softcap=softcap, sinks=sinks)
+        return _rows_at(prefixes.token, apart)
     if window is not None and window >= packing.longest:
         window = None
     if sinks is None:
@@ -91,8 +91,8 @@ def _packed_kernel(
     q, k, v = (x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in (q, k, v))
     seen = FULL if window is None else window
     paths: tuple[Tensor, ...] = ()
-    if (shared := packing.prefixes) is not None:
-        paths = (shared.sequences.cu_seqlens, shared.place, shared.copies, shared.first_copy)
+    if (prefixes := packing.prefixes) is not None:
+        paths = (prefixes.sequences.cu_seqlens, prefixes.place, prefixes.copies, prefixes.first_copy)
     out, _ = flash_attention(q, k, v, packing.cu_seqlens, packing.longest_on_host, scale, seen, *paths)
     return out if width == size else out[..., :width]
 

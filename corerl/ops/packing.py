@@ -91,20 +91,20 @@ class PackedSequences:
             continuations=upload(np.flatnonzero(continues), device),
         )
 
-    def sharing(self, shared: IntArray) -> PackedSequences:
-        """The layout in which the first `shared` [S] tokens of each sequence, which are those of the one before it, go
-        through the model once."""
+    def with_prefixes(self, prefix_lengths: IntArray) -> PackedSequences:
+        """The layout in which the first `prefix_lengths` [S] tokens of each sequence, which are those of the one before
+        it, go through the model once."""
         device, lengths = self.cu_seqlens.device, np.diff(self.bounds)
-        kept = offsets_of(lengths - shared)
+        kept = offsets_of(lengths - prefix_lengths)
         place = np.empty(self.tokens, np.int64)
         before = 0
-        for start, count, first, end in zip(self.bounds[:-1], shared, kept[:-1], kept[1:], strict=True):
+        for start, count, first, end in zip(self.bounds[:-1], prefix_lengths, kept[:-1], kept[1:], strict=True):
             place[start : start + count] = place[before : before + count]
             place[start + count : start + count + end - first] = np.arange(first, end)
             before = start
-        token = np.delete(np.arange(self.tokens), _within(self.bounds[:-1], shared))
+        token = np.delete(np.arange(self.tokens), _within(self.bounds[:-1], prefix_lengths))
         continues = np.ones(len(token), dtype=np.bool_)
-        continues[kept[:-1][(shared == 0) & (lengths > 0)]] = False
+        continues[kept[:-1][(prefix_lengths == 0) & (lengths > 0)]] = False
         copies = np.argsort(place, kind="stable")
         return evolve(
             self,

@@ -49,11 +49,11 @@ class ProcessPlan:
     roles: Mapping[str, RolePlan]  # the actor first
     engine: EnginePlan | None  # None if nothing is sampled
     separate_adapters: bool  # the engines hold the actor's adapters separately from its weights
-    sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
+    colocated_roles: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
     transport: str  # for weight updates; as configured, where there are none
     transport_options: Mapping[str, Any]  # its own table, as plain data
-    senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
+    colocated_ranks: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
     environment: Mapping[str, str] = field(repr=False)  # of those that a sampler starts; may hold secrets
 
@@ -80,16 +80,16 @@ def plan_processes(
     first = next(iter(models))
     cluster = cluster_of(first, config, plugins, device=device, model=models[first])
     groups = {role: config.chosen_roles[role].ranks for role in models}
-    own, widths, senders = list(config.own_devices), dict[str, int](), tuple[int, ...]()
+    own, widths, colocated_ranks = list(config.own_devices), dict[str, int](), tuple[int, ...]()
     if config.run.has_engines:
         engine, engines = plugins.engine, evolve(cluster, ranks=config.rollout.replicas, weights=config.weights)
         groups[ENGINES] = config.rollout.replicas
         widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         if config.cluster.placement == "disaggregated":
             own.append(ENGINES)
-        senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
-        config, plugins = with_transport(config, plugins, senders)
-        check_engines(config, plugins, engines, cluster, senders, problems)
+        colocated_ranks = colocated_ranks_of(config, arrange(groups, own_devices=own, widths=widths), device)
+        config, plugins = with_transport(config, plugins, colocated_ranks)
+        check_engines(config, plugins, engines, cluster, colocated_ranks, problems)
     check_extensions(config, plugins, cluster, problems)
     transport = plugins.transport
     common = process_environment(config.cluster, device=device, transport=transport)
@@ -116,7 +116,7 @@ def plan_processes(
         separate_adapters=separate_adapters(config),
         roles=roles,
         engine=engine_plan,
-        sharing=offloaded(config, device),
+        colocated_roles=offloaded(config, device),
         placement=arrange(
             groups,
             own_devices=own,
@@ -126,7 +126,7 @@ def plan_processes(
         ),
         transport=config.weights.transport,
         transport_options={} if transport is None else to_plain(config.transports.get(transport.name, {})),
-        senders=senders,
+        colocated_ranks=colocated_ranks,
         common=common,
         environment=environment_of(
             "the sampler",
@@ -191,13 +191,13 @@ def check_engines(
     plugins: Plugins,
     engines: ClusterInfo,
     cluster: ClusterInfo,
-    senders: Sequence[int],
+    colocated_ranks: Sequence[int],
     problems: Problems,
 ) -> None:
     """What the engine, and the transport of its updates, cannot do."""
     assert plugins.transport is not None  # chosen
     with problems.stage():
-        check_transport(config, plugins.transport, senders, cluster)
+        check_transport(config, plugins.transport, colocated_ranks, cluster)
     with problems.stage():
         check_spec(plugins.engine, config.engines[plugins.engine.name], engines, config=config)
     with problems.stage():
@@ -208,9 +208,9 @@ def check_engines(
 
 def require_form(config: Config, engine: Loaded) -> None:
     """Raise ConfigError if weights would be sent in a form that the engine does not take."""
-    sent, taken = config.weights.quantize, engine.spec.quantized
-    if sent not in taken:
-        raise ConfigError(f"weights.quantize: {sent!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
+    wanted, taken = config.weights.quantize, engine.spec.quantized
+    if wanted not in taken:
+        raise ConfigError(f"weights.quantize: {wanted!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
     if separate_adapters(config) and not engine.spec.adapters:
         raise ConfigError(
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "
@@ -250,14 +250,14 @@ def check_extensions(config: Config, plugins: Plugins, cluster: ClusterInfo, pro
 # ---- how weights reach engines ---------------------------------------------------------------------------------------
 
 
-def senders_of(config: Config, placement: Placement, device: str) -> tuple[int, ...]:
-    """For each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
+def colocated_ranks_of(config: Config, placement: Placement, device: str) -> tuple[int, ...]:
+    """For each receiver the actor's rank on its device (see `ProcessPlan.colocated_ranks`)."""
     places = placement.places
     receivers = [bundle for place in places[ENGINES] for bundle in placement.taken(ENGINES, place)]
-    return senders_on(receivers, places[ACTOR], one_machine=device == "cpu" and not config.cluster.address)
+    return ranks_on(receivers, places[ACTOR], one_machine=device == "cpu" and not config.cluster.address)
 
 
-def senders_on(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
+def ranks_on(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
     """For each receiver, the actor's rank that can share memory with it: the one on its bundle. `receivers` and `ranks`
     are bundle indices. On the CPUs of `one_machine` it is rank 0 for all. Empty if any receiver has none.
     """
@@ -267,9 +267,9 @@ def senders_on(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: b
     return tuple(at[bundle] for bundle in receivers) if all(bundle in at for bundle in receivers) else ()
 
 
-def with_transport(config: Config, plugins: Plugins, senders: Sequence[int]) -> tuple[Config, Plugins]:
+def with_transport(config: Config, plugins: Plugins, colocated_ranks: Sequence[int]) -> tuple[Config, Plugins]:
     """Those of the transport that the run has. Raises ConfigError if it is not installed."""
-    name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
+    name = choose_transport(config, colocated_ranks, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
     problems = Problems()
     with problems.stage("weights.transport"):
         plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
@@ -277,18 +277,18 @@ def with_transport(config: Config, plugins: Plugins, senders: Sequence[int]) -> 
     return evolve(config, weights=evolve(config.weights, transport=name)), plugins
 
 
-def choose_transport(config: Config, senders: Sequence[int], *, by_handle: bool) -> str:
+def choose_transport(config: Config, colocated_ranks: Sequence[int], *, by_handle: bool) -> str:
     """The name of the transport: as configured, or by where ranks and engines are. `by_handle`: whether the actor's
     backend can share memory by handle."""
     if config.weights.transport != AUTO:
         return config.weights.transport
-    return "ipc" if by_handle and senders and config.cluster.placement == "colocated" else "collective"
+    return "ipc" if by_handle and colocated_ranks and config.cluster.placement == "colocated" else "collective"
 
 
-def check_transport(config: Config, loaded: Loaded, senders: Sequence[int], cluster: ClusterInfo) -> None:
+def check_transport(config: Config, loaded: Loaded, colocated_ranks: Sequence[int], cluster: ClusterInfo) -> None:
     """Raise ConfigError if the chosen transport works within a device, as 'ipc' does, and an engine is on a device
     without a rank, or for what its spec finds."""
-    if loaded.spec.one_device and not senders:
+    if loaded.spec.one_device and not colocated_ranks:
         raise ConfigError(
             f"weights.transport: {config.weights.transport!r} shares memory within one device, but an engine is on a "
             f"device without {ACTOR} ranks; use 'auto', or colocated engines, at most one per rank"

@@ -48,7 +48,7 @@ def save_stage(role: str) -> str:
     return f"save {role}"
 
 
-def residency_plan(
+def residency_stages(
     roles: Sequence[str],
     passed: Collection[str],
     frozen: Collection[str] = (),

@@ -86,7 +86,7 @@ class Hooks(Protocol):
     # ---- once --------------------------------------------------------------------------------------------------------
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
-        """Build the model on this rank, load this rank's share of the weights, and resume from `config.resume`."""
+        """Build the model on this rank, load this rank's part of the weights, and resume from `config.resume`."""
 
     # ---- every step --------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class RankMemory:
     gradients_grow: bool = False
     gathered: int = 0  # further in every pass: weights of other ranks, or copies of its own
     reducing: int = 0  # further in a layer's backward pass: gradients on their way
-    # The share of a micro-batch's activations that one rank holds.
+    # The fraction of a micro-batch's activations that one rank holds.
     activations: float = 1.0
     replicated: int = 0  # activations of a micro-batch, further, that are not divided
     fused: bool = False  # layers keep what compiled layers do, not what transformers' code does
@@ -159,8 +159,8 @@ class BackendSpec(Spec):
     capabilities: Mapping[Capability, Support] = field(factory=dict)  # one that is not named: see `support_in`
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
-    # The number of data-parallel shares of a step's samples, every rank's `ParallelLayout.dp_size`: fewer than ranks
-    # if several share one (tensor, pipeline or context parallelism). Called only if `check` finds no problem.
+    # The number of data-parallel shards of a step's samples, every rank's `ParallelLayout.dp_size`: fewer than ranks
+    # if several have one (tensor, pipeline or context parallelism). Called only if `check` finds no problem.
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
     # What a rank needs on its device; None if unknown. Called only if `check` finds no problem.
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None

@@ -17,7 +17,7 @@ from corerl.pictures import FoundPicture, Picture
 from corerl.plugin.events import SampleShown
 from corerl.rollout.rewards import Reward, described
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.scored import exact_share, first_samples, shown, truncated_share
+from corerl.rollout.scored import exact_fraction, first_samples, shown, truncated_fraction
 from corerl.rollout.scoring import AsyncScorer, Scores
 from corerl.types import ROLE, Array, BoolArray, IntArray
 
@@ -72,9 +72,9 @@ async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer, *, 
     metrics = {
         f"{prefix}reward": float(rewards.mean(dtype=np.float64)),
         f"{prefix}response_length": float(rollout.batch.row_columns["response_length"].mean()),
-        f"{prefix}truncated": truncated_share(rollout),
+        f"{prefix}truncated": truncated_fraction(rollout),
     }
-    matched = exact_share(rollout)
+    matched = exact_fraction(rollout)
     if matched is not None:
         metrics[f"{prefix}exact_match"] = matched
     if scores.failures:

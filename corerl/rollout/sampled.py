@@ -18,7 +18,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import RewardError
 from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.scored import ScoredRollout, exact_share
+from corerl.rollout.scored import ScoredRollout, exact_fraction
 from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
 from corerl.rollout.source import Source
 from corerl.types import BoolArray, OnProgress
@@ -216,7 +216,7 @@ class SampledRollouts(Source):
             step=self._step,
             rollout=rollout,
             rewards=np.concatenate([task.scores.rewards for task in tasks]),
-            exact_match=exact_share(rollout),
+            exact_match=exact_fraction(rollout),
             seconds=seconds or {},
             failures=dict(sum((Counter(scores.failures) for scores in self._scores), Counter[str]())),
             first_failure=first,

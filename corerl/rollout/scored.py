@@ -26,7 +26,7 @@ class ScoredRollout:
     step: int  # rollout step
     rollout: Rollout
     rewards: FloatArray  # [B] the same for all rows of a sample
-    exact_match: float | None  # share of samples that equal their answer; None if no prompt has one
+    exact_match: float | None  # fraction of samples that equal their answer; None if no prompt has one
     seconds: Mapping[str, float]  # by phase: rollout, reward
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
@@ -47,12 +47,12 @@ class ScoredRollout:
         rollout, rows = self.rollout.take_prompts(groups), self.rollout.prompt_rows(groups)
         values = {name: each[rows] for name, each in self.values.items()}
         return evolve(
-            self, rollout=rollout, rewards=self.rewards[rows], exact_match=exact_share(rollout), values=values
+            self, rollout=rollout, rewards=self.rewards[rows], exact_match=exact_fraction(rollout), values=values
         )
 
 
-def exact_share(rollout: Rollout) -> float | None:
-    """The share of samples that equal their prompt's answer, among prompts that have one; None if none has."""
+def exact_fraction(rollout: Rollout) -> float | None:
+    """The fraction of samples that equal their prompt's answer, among prompts that have one; None if none has."""
     rows, _ = rollout.batch.episodes
     groups = rollout.batch.row_columns["group"][rows].tolist()
     answered = [(rollout.prompts[group], rollout.texts[row]) for row, group in zip(rows.tolist(), groups, strict=True)]
@@ -60,8 +60,8 @@ def exact_share(rollout: Rollout) -> float | None:
     return sum(matches) / len(matches) if matches else None
 
 
-def truncated_share(rollout: Rollout) -> float:
-    """The share of samples that were cut off at a limit, in any row."""
+def truncated_fraction(rollout: Rollout) -> float:
+    """The fraction of samples that were cut off at a limit, in any row."""
     _, episode_of = rollout.batch.episodes
     return float((np.bincount(episode_of, weights=rollout.batch.row_columns["truncated"]) > 0).mean())
 

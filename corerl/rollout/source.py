@@ -27,8 +27,8 @@ class Arrived:
 
 @frozen(kw_only=True)
 class Policies:
-    """Which policy each version of the engines' weights holds. A version that is sent because engines were replaced or
-    added holds the policy of the version before."""
+    """Which policy each version of the engines' weights holds, as a number: that of the version, less the repeats up to
+    it. A version that is sent because engines were replaced or added repeats the policy of the version before."""
 
     version: int = 0  # the newest
     repeats: tuple[int, ...] = ()  # versions of the same policy as the version before, ascending
@@ -45,7 +45,16 @@ class Policies:
 
     @property
     def newest(self) -> int:
+        """The newest policy."""
         return self.version - len(self.repeats)
+
+    @property
+    def since(self) -> int:
+        """The first version of the newest policy."""
+        version = self.version
+        while version in self.repeats:
+            version -= 1
+        return version
 
 
 class Source(ABC):

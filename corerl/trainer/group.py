@@ -61,8 +61,9 @@ from corerl.weights.transport import Address
 T = TypeVar("T")
 
 
-class SharedBatch:
-    """Samples that several verbs of one group or of several read. What they read alike is put once."""
+class StoredBatch:
+    """Samples that several verbs, of one group or of several, read from one copy in the object store of each node. Put
+    there when a verb needs it, and gone with this object."""
 
     def __init__(self, samples: SampleBatch) -> None:
         self.samples = samples
@@ -80,10 +81,8 @@ class SharedBatch:
         return self._pieces[key]
 
 
-def share(samples: SampleBatch) -> SharedBatch:
-    """The samples for several verbs, of any groups, which then read one copy in the object store of each node. It is
-    put there when a verb needs it, and gone with this object."""
-    return SharedBatch(samples)
+def _stored(samples: SampleBatch | StoredBatch) -> StoredBatch:
+    return samples if isinstance(samples, StoredBatch) else StoredBatch(samples)
 
 
 class TrainGroup:
@@ -98,20 +97,17 @@ class TrainGroup:
     if no result has.
     """
 
-    def __init__(
-        self, processes: RayGroup, plan: RolePlan, slots: Sequence[Slot] = (), watching: Watching | None = None
-    ) -> None:
-        """`processes` are of the plan, in these slots."""
+    def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
+        """`processes` are of the plan."""
         self.processes = processes
-        self.plan = plan
+        self.role_plan = plan
         self.role = plan.role
-        self._slots = slots
-        self._watching = watching
         self._config: Config | None = None  # of `start`, and the bundles that it has reserved
         self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
-        self.loaded_version = 0  # of the weights that the ranks loaded; they send engines no version before it
+        self.loaded_step = 0  # the optimizer step that comes after the state that the ranks loaded
+        self.loaded_version = 0  # of the weights that they loaded; they send engines no version before it
         self.changes = 0  # verbs that have changed the weights, or may have
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
@@ -160,7 +156,7 @@ class TrainGroup:
     @classmethod
     def launch(cls, plan: RolePlan, slots: Sequence[Slot], *, watching: Watching | None = None) -> Self:
         """Start a process for each rank; returns at once."""
-        return cls(_processes(plan, slots, watching), plan, slots, watching)
+        return cls(_processes(plan, slots, watching), plan)
 
     def restart(
         self,
@@ -175,13 +171,13 @@ class TrainGroup:
         these are given. Without `moments` the weights alone are loaded, and a new optimizer begins at step 0.
         `layouts` are known once the result is read."""
         self.processes.kill()
-        self.plan = plan or self.plan
+        self.role_plan = plan or self.role_plan
         if resume is not None:
-            self.plan = _loading(self.plan, resume=resume, resume_moments=moments)
+            self.role_plan = _loading(self.role_plan, resume=resume, resume_moments=moments)
         elif not moments:
-            self.plan = _loading(self.plan, resume_moments=False)
-        self._slots = self._slots if slots is None else slots
-        self.processes = _processes(self.plan, self._slots, self._watching)
+            self.role_plan = _loading(self.role_plan, resume_moments=False)
+        before = self.processes
+        self.processes = _processes(self.role_plan, before.slots if slots is None else slots, before.watching)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 
@@ -221,7 +217,7 @@ class TrainGroup:
         """Let each rank import its plugins and check them. Takes no device memory; `init` does it if it is not done.
         Returns when rank 0's process has started."""
         self._join_at = self.processes.listen(0)  # first: later it would queue behind slow imports
-        constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
+        constructing = self.processes.construct([(assignment,) for assignment in self.role_plan.assignments])
         return self._add(constructing, _nothing)
 
     def init(self) -> Future[InitResult]:
@@ -237,33 +233,28 @@ class TrainGroup:
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
-        result = merge_inits(results, self.plan)
-        self.loaded_version = result.weights_version
+        result = merge_inits(results, self.role_plan)
+        self.loaded_step, self.loaded_version = result.optimizer_step, result.weights_version
         return result
 
-    @property
-    def dp_size(self) -> int:
-        return self.layouts[0].dp_size
-
     def train(
-        self, samples: SampleBatch | SharedBatch, plan: StepPlan, loss: LossSpec, step: Step
+        self, samples: SampleBatch | StoredBatch, plan: StepPlan, loss: LossSpec, step: Step
     ) -> Future[TrainResult]:
         """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `plan` assigns the
-        samples to dp ranks and micro-batches; several steps read one copy of what `corerl.share(samples)` gives.
-        Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
-        the step was applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam`
-        is set and the backend does not have the capability `adam`, or samples have a column `targets` and it does not
-        have that one; DataError for a target that is no id of the vocabulary."""
+        samples to dp ranks and micro-batches; several steps read one copy of a `corerl.StoredBatch`. Raises the error
+        of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether the step was
+        applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam` is set and
+        the backend does not have the capability `adam`, or samples have a column `targets` and it does not have that
+        one; DataError for a target that is no id of the vocabulary."""
         self._require_step("train", step)
-        shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
-        self._require_targets("train", shared.samples)
+        stored = _stored(samples)
+        pending = self._start_reading("train", stored, stored.samples.columns, plan, loss, step, at=_at(step))
         self.changes += 1
-        pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
         return self._add(pending, partial(merge_train_results, role=self.role))
 
     def forward_backward(
         self,
-        samples: SampleBatch | SharedBatch,
+        samples: SampleBatch | StoredBatch,
         plan: StepPlan,
         loss: LossSpec,
         *,
@@ -276,12 +267,10 @@ class TrainGroup:
         nothing is saved, gradients stay awake, and `train` is refused: such a call ends the group with WrongState."""
         self._require_trained("forward_backward")
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
-        shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
-        self._require_targets("forward_backward", shared.samples)
-        columns = shared.samples.columns
-        pending = self._start_reading("forward_backward", shared, columns, plan, loss, wanted, last)
-
-        asked = partial(merge_gradients, outputs=wanted, batch=shared.samples, members=plan.members, role=self.role)
+        stored = _stored(samples)
+        columns = stored.samples.columns
+        pending = self._start_reading("forward_backward", stored, columns, plan, loss, wanted, last)
+        asked = partial(merge_gradients, outputs=wanted, batch=stored.samples, members=plan.members, role=self.role)
         return self._add(pending, asked)
 
     def optimizer_step(self, step: Step, *, scale: float = 1.0) -> Future[TrainResult]:
@@ -297,7 +286,7 @@ class TrainGroup:
         """The optimizer steps of a rollout batch, as its `[train]` and its algorithm say: `mini_batches` in each of
         `epochs`, or one per group if there are fewer groups. Their order follows from `seed`; give each batch
         another."""
-        train, objective = self.plan.train, self._require_trained("plan_steps")
+        train, objective = self.role_plan.train, self._require_trained("plan_steps")
         return plan_steps(
             samples,
             self.layouts[0],
@@ -305,7 +294,7 @@ class TrainGroup:
             mini_batches=train.mini_batches,
             epochs=train.epochs,
             aggregation=objective.aggregation,
-            max_tokens=self.plan.max_tokens,
+            max_tokens=self.role_plan.max_tokens,
             seed=seed,
         )
 
@@ -313,36 +302,35 @@ class TrainGroup:
         """A plan for `forward_backward` of some groups of a step whose others are elsewhere, and what they add to the
         step's denominator, as the role's `[train]` and algorithm say. All calls of the step take the same `unit`, near
         the denominator; its `optimizer_step` has the scale unit / denominator."""
-        train, objective = self.plan.train, self._require_trained("plan_part")
+        train, objective = self.role_plan.train, self._require_trained("plan_part")
         return plan_part(
             samples,
             self.layouts[0],
             tokens_per_micro_batch=train.tokens_per_micro_batch,
             aggregation=objective.aggregation,
-            max_tokens=self.plan.max_tokens,
+            max_tokens=self.role_plan.max_tokens,
             unit=unit,
         )
 
     def forward(
         self,
-        samples: SampleBatch,
+        samples: SampleBatch | StoredBatch,
         outputs: Output | Sequence[Output],
         *,
-        shared: SharedBatch | None = None,
         snapshot: str = "",
         replay: bool = False,
     ) -> Future[dict[Output, Array]]:
-        """Pass the samples through the model without gradients, under `snapshot` ("": the weights as they
-        are); returns columns [N, ...] aligned with their tokens. `shared` is `corerl.share(samples)` if other calls
-        read them too. With `replay`, tokens are routed through the experts in the column `routed_experts`."""
-        plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
+        """Pass the samples through the model without gradients, under `snapshot` ("": the weights as they are); returns
+        columns [N, ...] aligned with their tokens. With `replay`, tokens are routed through the experts in the column
+        `routed_experts`."""
+        stored, train = _stored(samples), self.role_plan.train
+        samples = stored.samples
+        plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=train.tokens_per_micro_batch)
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         columns = ["loss_mask", *([Output.ROUTED_EXPERTS.value] if replay else [])]
         if Output.LOGPROBS in wanted:
-            self._require_targets("forward", samples)
             columns.append(TARGETS)
-        given = SharedBatch(samples) if shared is None else shared
-        pending = self._start_reading("forward", given, columns, plan, wanted, snapshot, replay)
+        pending = self._start_reading("forward", stored, columns, plan, wanted, snapshot, replay)
         return self._add(pending, partial(assemble_columns, outputs=wanted, batch=samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -364,12 +352,11 @@ class TrainGroup:
     def update_weights(
         self, address: Address, version: int, *, verify: bool = False, adapters: bool = False, snapshot: str = ""
     ) -> Future[UpdateResult]:
-        """Send the weights, or `snapshot`, to the receivers at `address` as `version`, which must be above
-        every earlier one. In the
-        result, bytes are of all ranks and seconds of the slowest; an engine that did not get every bucket has an entry
-        in `engines`, and after that the next update needs another `rendezvous`; with `verify`, `sums` has the bit sums
-        of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent, to engines that hold all
-        other weights (`weights.lora = "adapter"`)."""
+        """Send the weights, or `snapshot`, to the receivers at `address` as `version`, which must be above every
+        earlier one. In the result, bytes are of all ranks and seconds of the slowest; an engine that did not get every
+        bucket has an entry in `engines`, and after that the next update needs another `rendezvous`; with `verify`,
+        `sums` has the bit sums of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent,
+        to engines that hold all other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
         return self._add(self._start("update_weights", address, version, verify, adapters, snapshot), merge_updates)
 
@@ -397,31 +384,31 @@ class TrainGroup:
 
     def _require_trained(self, verb: str) -> Objective:
         """Raise before any rank is called: an error there would end the group."""
-        if self.plan.objective is None:
+        if self.role_plan.objective is None:
             raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
-        return self.plan.objective
+        return self.role_plan.objective
 
     def _require_step(self, verb: str, step: Step) -> None:
         """The same, and if the backend cannot take such a step."""
         self._require_trained(verb)
         if step.adam is not None:
-            backend = self.plan.backend
+            backend = self.role_plan.backend
             check_capabilities(backend.spec, {Capability.ADAM: f"{verb} with Step.adam"}, name=backend.name)
 
     def _require_targets(self, verb: str, samples: SampleBatch) -> None:
         """The same for samples with a column `targets`, and Unsupported too if the backend would ignore it."""
         if TARGETS not in samples.columns:
             return
-        backend, targets = self.plan.backend, samples.columns[TARGETS]
+        backend, targets = self.role_plan.backend, samples.columns[TARGETS]
         check_capabilities(backend.spec, {Capability.TARGETS: f"{verb} with the column {TARGETS!r}"}, name=backend.name)
-        if not targets.size or (targets.min() >= 0 and targets.max() < self.plan.vocabulary):
+        if not targets.size or (targets.min() >= 0 and targets.max() < self.role_plan.vocabulary):
             return
-        at = tuple(np.argwhere((targets < 0) | (targets >= self.plan.vocabulary))[0])
+        at = tuple(np.argwhere((targets < 0) | (targets >= self.role_plan.vocabulary))[0])
         row = int(samples.row_of[at[0]])
         place = ", ".join(map(str, (at[0] - samples.offsets[row], *at[1:])))
         raise DataError(
             f"{verb}: column {TARGETS!r} has {targets[at]} at [{place}] of row {row}, expected ids from 0 to "
-            f"{self.plan.vocabulary - 1}; as padding any of them will do, with weight 0"
+            f"{self.role_plan.vocabulary - 1}; as padding any of them will do, with weight 0"
         )
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -460,10 +447,12 @@ class TrainGroup:
         return self._add(self._start(method, *args), _nothing)
 
     def _start_reading(
-        self, method: str, shared: SharedBatch, columns: Iterable[str], plan: StepPlan, *args: Any, at: str = ""
+        self, method: str, stored: StoredBatch, columns: Collection[str], plan: StepPlan, *args: Any, at: str = ""
     ) -> Pending:
-        """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own share of
+        """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own shard of
         the plan. A single node reads one copy of all samples, which is put once for every step."""
+        if TARGETS in columns:
+            self._require_targets(method, stored.samples)
         if self.processes.ended:
             self._calls.raise_unread()
         places = [(node, layout.dp_rank) for node, layout in zip(self.processes.nodes, self.layouts, strict=True)]
@@ -471,9 +460,9 @@ class TrainGroup:
         for node, dp_rank in places:
             read[node].add(dp_rank)
         rows = {node: plan.rows(dp_ranks) if len(read) > 1 else None for node, dp_ranks in read.items()}
-        pieces = {node: shared.piece(rows[node], columns) for node in read}
-        shares = {(node, dp_rank): plan.share_of(dp_rank, rows[node]) for node, dp_rank in places}
-        arguments = [(pieces[place[0]], shares[place], *args) for place in places]
+        pieces = {node: stored.piece(rows[node], columns) for node in read}
+        shards = {(node, dp_rank): plan.shard_of(dp_rank, rows[node]) for node, dp_rank in places}
+        arguments = [(pieces[place[0]], shards[place], *args) for place in places]
         return self.processes.start_each(method, arguments, at=at)
 
     def _add(self, pending: Pending, merge: Callable[[list[Any]], T]) -> Future[T]:

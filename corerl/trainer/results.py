@@ -106,7 +106,7 @@ def merge_gradients(
     members: IntArray,
     role: str,
 ) -> Gradients:
-    """Of the samples `members` of `batch`, with these outputs."""
+    """Of the rows `members` of `batch`, with these outputs."""
     found = [each.outputs for each in results if each.outputs is not None]
     columns = assemble_columns(found, outputs, batch, members, role=role, verb="forward_backward") if outputs else {}
     return Gradients(
@@ -128,7 +128,6 @@ def merge_updates(results: Sequence[UpdateResult]) -> UpdateResult:
         for name, error in result.engines.items():
             engines[name] = engines.get(name) or error
     return UpdateResult(
-        version=results[0].version,
         bytes=sum(result.bytes for result in results),
         seconds=max(result.seconds for result in results),
         engines=engines,
@@ -145,8 +144,8 @@ def assemble_columns(
     role: str,
     verb: str = "forward",
 ) -> dict[Output, Array]:
-    """Arrange the per-sample outputs of all ranks as columns [N, ...] in batch order. Raises ContractError unless every
-    sample, or each of `once` and no other, came back exactly once, with its length and every output, of equal dtype and
+    """Arrange the outputs of all ranks as columns [N, ...] in the order of the batch. Raises ContractError unless every
+    row, or each of `once` and no other, came back exactly once, with its length and every output, of equal dtype and
     shape on all ranks."""
     columns: dict[Output, Array] = {}
     times, all_lengths = np.zeros(len(batch), dtype=np.int64), batch.lengths
@@ -154,12 +153,12 @@ def assemble_columns(
         if not len(result.rows):  # not an output rank, or it only got fillers
             continue
         if result.rows.min() < 0 or result.rows.max() >= len(batch):
-            raise ContractError(f"{role}: {verb} returned samples outside its batch of {len(batch)}")
+            raise ContractError(f"{role}: {verb} returned rows outside its batch of {len(batch)}")
         np.add.at(times, result.rows, 1)
         if not np.array_equal(np.diff(result.offsets), all_lengths[result.rows]):
-            raise ContractError(f"{role}: {verb} returned samples whose lengths differ from the batch")
+            raise ContractError(f"{role}: {verb} returned rows whose lengths differ from the batch")
         # Sample by sample: an index for every token would take more memory than the columns, and longer.
-        into = [slice(*batch.offsets[sample : sample + 2].tolist()) for sample in result.rows.tolist()]
+        into = [slice(*batch.offsets[row : row + 2].tolist()) for row in result.rows.tolist()]
         parts = [slice(*bounds) for bounds in pairwise(result.offsets.tolist())]
         for output in outputs:
             values = result.outputs.get(output)
@@ -180,8 +179,8 @@ def assemble_columns(
         expected[:] = 0
         expected[once] = 1
     if (times != expected).any():
-        sample = int(np.flatnonzero(times != expected)[0])
-        wanted = "exactly once" if expected[sample] else "never, as it is not in the plan"
-        raise ContractError(f"{role}: {verb} returned sample {sample} {times[sample]} times, expected {wanted}")
+        row = int(np.flatnonzero(times != expected)[0])
+        wanted = "exactly once" if expected[row] else "never, as it is not in the plan"
+        raise ContractError(f"{role}: {verb} returned row {row} {times[row]} times, expected {wanted}")
     # Without samples, no rank reports a dtype or shape.
     return {output: columns.get(output, np.zeros(len(batch.tokens), np.float32)) for output in outputs}

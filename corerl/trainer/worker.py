@@ -14,7 +14,7 @@ import torch.distributed as dist
 from attrs import define, evolve, frozen
 
 from corerl.backend import Backend
-from corerl.data.packing import StepShare, pack
+from corerl.data.packing import StepShard, pack
 from corerl.memory.device import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
@@ -138,10 +138,10 @@ class Worker:
 
     # ---- verbs ------------------------------------------------------------------------------------------------------
 
-    def train(self, samples: SampleBatch, share: StepShare, loss: LossSpec, step: Step) -> TrainResult:
+    def train(self, samples: SampleBatch, shard: StepShard, loss: LossSpec, step: Step) -> TrainResult:
         """Both halves of a step that has no other samples; WrongState if it has."""
         self.host.require_allowed("train")
-        with self._timed(self._pack_all("train", samples, share), rest="optimizer") as batch:
+        with self._timed(self._pack_all("train", samples, shard), rest="optimizer") as batch:
             return self.train_on(batch, loss, step)
 
     def train_on(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
@@ -150,10 +150,10 @@ class Worker:
         return self.optimizer_step(step, 1.0)
 
     def forward_backward(
-        self, samples: SampleBatch, share: StepShare, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+        self, samples: SampleBatch, shard: StepShard, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
-        """Pack this rank's share of the samples, which are read in place, and add its gradients."""
-        with self._timed(self._pack_all("forward_backward", samples, share), rest="results") as batch:
+        """Pack this rank's shard of the samples, which are read in place, and add its gradients."""
+        with self._timed(self._pack_all("forward_backward", samples, shard), rest="results") as batch:
             return self.add_gradients(batch, loss, outputs, last=last)
 
     def add_gradients(
@@ -186,7 +186,7 @@ class Worker:
     def forward(
         self,
         samples: SampleBatch,
-        share: StepShare,
+        shard: StepShard,
         outputs: tuple[Output, ...],
         snapshot: str = "",
         replay: bool = False,
@@ -194,7 +194,7 @@ class Worker:
         if replay or Output.ROUTED_EXPERTS in outputs:
             self._require_replay("forward")
         columns = [*samples.columns.keys() & {TARGETS}, *([Output.ROUTED_EXPERTS.value] if replay else [])]
-        with self._timed(self._pack(samples, share, columns=columns), rest="results") as batch:
+        with self._timed(self._pack(samples, shard, columns=columns), rest="results") as batch:
             return self.host.forward(batch=batch, outputs=outputs, snapshot=snapshot)
 
     def manifest(self, adapters: bool = False) -> Manifest:
@@ -244,23 +244,18 @@ class Worker:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _routes(self) -> bool:
-        """Whether `routed_experts` apply to this role: a critic's own routers choose among its own experts."""
-        return not self.config.value_head
-
     def _require_replay(self, verb: str) -> None:
         self.backend.require(Capability.ROUTING_REPLAY, f"{verb} with {Output.ROUTED_EXPERTS.value!r}")
 
-    def _pack_all(self, verb: str, samples: SampleBatch, share: StepShare) -> PackedBatch:
-        """With every column that the role's loss may read."""
-        columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
+    def _pack_all(self, verb: str, samples: SampleBatch, shard: StepShard) -> PackedBatch:
+        """With every column that the role's loss may read. A critic's own routers choose among its own experts."""
+        columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or not self.config.value_head]
         if Output.ROUTED_EXPERTS in columns:
             self._require_replay(verb)
-        return self._pack(samples, share, columns=columns)
+        return self._pack(samples, shard, columns=columns)
 
-    def _pack(self, samples: SampleBatch, share: StepShare, columns: Sequence[str]) -> PackedBatch:
-        return pack(samples, share, sequence_multiple=self.backend.layout.sequence_multiple, columns=columns)
+    def _pack(self, samples: SampleBatch, shard: StepShard, columns: Sequence[str]) -> PackedBatch:
+        return pack(samples, shard, sequence_multiple=self.backend.layout.sequence_multiple, columns=columns)
 
     @contextlib.contextmanager
     def _timed(self, batch: PackedBatch, *, rest: str) -> Iterator[PackedBatch]:

@@ -19,10 +19,10 @@ from corerl.weights.manifest import Bucket
 Shape: TypeAlias = tuple[int, ...]
 NamedBox: TypeAlias = tuple[str, Shape, Box]  # a tensor's name and whole shape, and a box of it
 Kind: TypeAlias = tuple[Shape, Shape, str | int]  # of boxes to copy at once: sizes, the tensor's strides, and a name
-Shares: TypeAlias = dict[int, torch.Tensor | list[torch.Tensor]]  # ranks' boxes: as a share, or as views of memory
+Parts: TypeAlias = dict[int, torch.Tensor | list[torch.Tensor]]  # ranks' boxes: as a part, or as views of memory
 
-# If all ranks receive, and padding all shares to equal size would take more than this many buckets of memory (as with
-# pipeline stages, where one rank holds the whole bucket), the shares are broadcast one by one, without padding.
+# If all ranks receive, and padding all parts to equal size would take more than this many buckets of memory (as with
+# pipeline stages, where one rank holds the whole bucket), the parts are broadcast one by one, without padding.
 PADDED_BUCKETS = 2
 # Boxes of up to so many elements, such as the adapters of experts, are copied many at once: to launch a copy takes
 # longer than to make it. Larger ones are copied one by one, as plain memory.
@@ -31,20 +31,20 @@ SMALL = 2**19
 
 @frozen
 class Run:
-    """Boxes [*sizes] of one rank, at equal distances in its share and in the bucket; most often a single one."""
+    """Boxes [*sizes] of one rank, at equal distances in its part and in the bucket; most often a single one."""
 
     pieces: list[int]  # their positions among the rank's boxes
     sizes: Shape
-    start: int  # of the first, in elements of the rank's share, in which each is contiguous
+    start: int  # of the first, in elements of the rank's part, in which each is contiguous
     start_step: int
     at: int  # of the first, in elements of the bucket
     at_step: int
     strides: Shape  # of its tensor in the bucket
 
-    def in_share(self, share: torch.Tensor) -> torch.Tensor:
-        """A view [n, *sizes] of them in the rank's share."""
+    def in_part(self, part: torch.Tensor) -> torch.Tensor:
+        """A view [n, *sizes] of them in the rank's part."""
         strides = (self.start_step, *_strides(self.sizes))
-        return share.as_strided((len(self.pieces), *self.sizes), strides, share.storage_offset() + self.start)
+        return part.as_strided((len(self.pieces), *self.sizes), strides, part.storage_offset() + self.start)
 
     def in_bucket(self, out: torch.Tensor) -> torch.Tensor:
         """Their places as a view [n, *sizes] of the bucket [bucket.numel]."""
@@ -66,7 +66,7 @@ class BucketLayout:
     """How one bucket is gathered; equal on all ranks except for `own`."""
 
     runs: list[list[Run]]  # by rank
-    lengths: list[int]  # elements of each rank's share
+    lengths: list[int]  # elements of each rank's part
     own: list[int]  # this rank's boxes, as positions in the chunks that the plan was built from
 
 
@@ -75,7 +75,7 @@ class GatherPlan:
     """Gathers buckets from all ranks. Built once, collectively; `gather` needs about two buckets besides `out`."""
 
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
-    senders: dict[str, int]  # HF tensor -> the first rank of its pipeline stage
+    stage_ranks: dict[str, int]  # HF tensor -> the first rank of its pipeline stage
     _boxes: list[list[NamedBox]]  # that ranks send, by rank
     _positions: list[int]  # this rank's boxes, as positions in the chunks
     _group: dist.ProcessGroup | None
@@ -98,25 +98,28 @@ class GatherPlan:
         Raises ContractError, on all ranks alike, if the boxes do not cover every tensor exactly once.
         """
         boxes: list[NamedBox] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
-        sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
+        own = [position for position, chunk in enumerate(chunks) if not chunk.replica]
         # A rank with faulty chunks reports them instead of raising alone, since the others would wait for it.
         copies = sorted({chunk.name for chunk in chunks if chunk.replica})
-        mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in sent])
+        mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in own])
         rank = 0 if group is None else dist.get_rank(group)
         faults, wholes, copied, boxes_of = zip(*([mine] if group is None else gather_plain(mine, group)), strict=True)
         for other, fault in enumerate(faults):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
-        by_rank = [[_tuples(box) for box in each] for each in boxes_of]
+        by_rank: list[list[NamedBox]] = [  # JSON has made lists of tuples
+            [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in each]
+            for each in boxes_of
+        ]
         shapes = _checked_shapes(by_rank)
         names = ((name for name, _, _ in each) for each in by_rank)
-        senders = first_of_stages([{*own, *others} for own, others in zip(names, copied, strict=True)])
+        stages = first_of_stages([{*held, *others} for held, others in zip(names, copied, strict=True)])
         all_whole = all(whole == len(shapes) for whole in wholes)
         if all_whole:
             by_rank = [boxes if other == rank else [] for other in range(len(by_rank))]
-            sent = list(range(len(chunks)))
+            own = list(range(len(chunks)))
         return cls(
-            shapes=shapes, senders=senders, boxes=by_rank, positions=sent, group=group, rank=rank, all_whole=all_whole
+            shapes=shapes, stage_ranks=stages, boxes=by_rank, positions=own, group=group, rank=rank, all_whole=all_whole
         )
 
     def gather(
@@ -141,18 +144,18 @@ class GatherPlan:
             out = torch.empty(bucket.numel, dtype=dtype, device=device)
         with torch.no_grad():
             if self._all_whole:
-                shares: Shares = {self._rank: self._own(layout, chunks)}
+                parts: Parts = {self._rank: self._own(layout, chunks)}
             elif root is None:
-                shares = self._to_all(layout, bucket, chunks, dtype, device)
+                parts = self._to_all(layout, bucket, chunks, dtype, device)
             else:
-                shares = self._to_root(layout, chunks, root, dtype, device)
+                parts = self._to_root(layout, chunks, root, dtype, device)
             if out is not None:
-                for rank, share in shares.items():
+                for rank, part in parts.items():
                     for run in layout.runs[rank]:
-                        if isinstance(share, torch.Tensor):
-                            run.in_bucket(out).copy_(run.in_share(share))
+                        if isinstance(part, torch.Tensor):
+                            run.in_bucket(out).copy_(run.in_part(part))
                         else:
-                            run.copy(share, run.in_bucket(out))
+                            run.copy(part, run.in_bucket(out))
         return out
 
     def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -190,58 +193,58 @@ class GatherPlan:
         self, layout: BucketLayout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """This rank's boxes, cast and concatenated into [numel]; the tail may be padding."""
-        share = self.memory("share", numel, dtype, device)
+        part = self.memory("part", numel, dtype, device)
         views = self._own(layout, chunks)
         for run in layout.runs[self._rank]:
-            run.copy(views, run.in_share(share))
-        return share
+            run.copy(views, run.in_part(part))
+        return part
 
     def _to_root(
         self, layout: BucketLayout, chunks: Sequence[Chunk], root: int, dtype: torch.dtype, device: torch.device
-    ) -> Shares:
-        """All ranks' boxes, on `root`: its own directly, the others' received as shares of their own lengths."""
+    ) -> Parts:
+        """All ranks' boxes, on `root`: its own directly, the others' received as parts of their own lengths."""
         if root != self._rank:
             if length := layout.lengths[self._rank]:
-                share = self._packed(layout, chunks, length, dtype, device)
-                _exchange([dist.P2POp(dist.isend, share, group=self._group, group_peer=root)])
+                part = self._packed(layout, chunks, length, dtype, device)
+                _exchange([dist.P2POp(dist.isend, part, group=self._group, group_peer=root)])
             return {}
         others = {
             rank: self.memory(f"from {rank}", length, dtype, device)
             for rank, length in enumerate(layout.lengths)
             if length and rank != root
         }
-        _exchange([dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank) for rank, share in others.items()])
+        _exchange([dist.P2POp(dist.irecv, part, group=self._group, group_peer=rank) for rank, part in others.items()])
         return {root: self._own(layout, chunks), **others}
 
     def _to_all(
         self, layout: BucketLayout, bucket: Bucket, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device
-    ) -> Shares:
-        """All ranks' boxes, on every rank: via one all-gather of shares padded to the longest, or via broadcasts."""
+    ) -> Parts:
+        """All ranks' boxes, on every rank: via one all-gather of parts padded to the longest, or via broadcasts."""
         longest, world = max(layout.lengths), len(layout.lengths)
         if longest * world <= PADDED_BUCKETS * bucket.numel:
-            share = self._packed(layout, chunks, longest, dtype, device)
+            part = self._packed(layout, chunks, longest, dtype, device)
             received = self.memory("received", world * longest, dtype, device)
             # torch 2.13 deprecates all_gather_into_tensor in favor of a name that 2.11 lacks.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            all_gather(received, share, group=self._group)
-            shares = list(received.split(longest))
+            all_gather(received, part, group=self._group)
+            parts = list(received.split(longest))
         else:
-            shares = [
+            parts = [
                 self._packed(layout, chunks, length, dtype, device)
                 if rank == self._rank
                 else self.memory(f"from {rank}", length, dtype, device)
                 for rank, length in enumerate(layout.lengths)
             ]
-            for rank, share in enumerate(shares):
-                if share.numel():
-                    dist.broadcast(share, group=self._group, group_src=rank)
-        return dict(enumerate(shares))
+            for rank, part in enumerate(parts):
+                if part.numel():
+                    dist.broadcast(part, group=self._group, group_src=rank)
+        return dict(enumerate(parts))
 
 
 def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
     """The first rank of each tensor's pipeline stage. `held` are the tensors of which each rank has any part or copy;
-    ranks that share one, directly or through other ranks, form a stage. The first stage is sent by rank 0, whatever
-    that holds. Pipeline stages with tied embeddings share that tensor, and count as one stage.
+    ranks that have one, directly or through other ranks, form a stage. The first stage is sent by rank 0, whatever
+    that holds. Pipeline stages with tied embeddings have that tensor, and count as one stage.
     """
     stages: list[tuple[int, set[str]]] = []
     for rank, names in enumerate(held):
@@ -253,7 +256,7 @@ def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
 
 
 def _runs(boxes: Sequence[tuple[Kind, tuple[int, int]]]) -> list[Run]:
-    """One rank's boxes, each with its starts in the share and in the bucket, as runs."""
+    """One rank's boxes, each with its starts in the part and in the bucket, as runs."""
     runs = []
     for pieces in runs_of(boxes):
         (sizes, strides, _), (start, at) = boxes[pieces[0]]
@@ -326,12 +329,6 @@ def _checked_shapes(by_rank: list[list[NamedBox]]) -> list[tuple[str, Shape]]:
             "exactly one box, and mark further copies as replicas"
         )
     return list(shapes.items())
-
-
-def _tuples(box: Any) -> NamedBox:
-    """A box that was JSON."""
-    name, shape, (offsets, sizes) = box
-    return name, tuple(shape), (tuple(offsets), tuple(sizes))
 
 
 def gather_plain(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

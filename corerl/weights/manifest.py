@@ -43,7 +43,7 @@ class Bucket:
 
     index: int
     entries: tuple[Entry, ...]
-    sender: int = 0  # the trainer rank to send it: the first of its tensors' pipeline stage
+    stage_rank: int = 0  # the first rank of its tensors' pipeline stage, which sends it if each stage sends its own
 
     @cached_property
     def numel(self) -> int:
@@ -80,16 +80,16 @@ class Manifest:
         return [entry.name for bucket in self.buckets for entry in bucket.entries]
 
     @property
-    def senders(self) -> tuple[int, ...]:
-        """The ranks that send buckets, each once."""
-        return tuple(dict.fromkeys(bucket.sender for bucket in self.buckets))
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The first rank of each pipeline stage that has buckets."""
+        return tuple(dict.fromkeys(bucket.stage_rank for bucket in self.buckets))
 
     @cached_property
     def digest(self) -> str:
         """A hash to check that sender and receiver expect the same tensors in the same order."""
         lines = [self.dtype]
         for bucket in self.buckets:
-            where = f"{bucket.index} of {bucket.sender}"
+            where = f"{bucket.index} of {bucket.stage_rank}"
             lines += [f"{where} {each.start} {list(each.shape)} {each.dtype} {each.name}" for each in bucket.entries]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -103,27 +103,27 @@ def build_manifest(
     *,
     dtype: str,
     bucket_bytes: int = 0,
-    senders: Mapping[str, int] | None = None,
+    stage_ranks: Mapping[str, int] | None = None,
 ) -> Manifest:
     """Cut (name, shape) pairs, in order, into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
     0 means a sixteenth of the total, but from 256 MiB to 1 GiB.
 
-    With `senders` (name -> rank), each bucket has a single sender, and buckets of different senders alternate, so that
-    one gathers its next while another sends.
+    With `stage_ranks` (name -> first rank of its stage), each bucket is of one stage, and buckets of different stages
+    alternate, so that one gathers its next while another sends.
     """
     item, shapes = BYTES[dtype], list(shapes)
     most = bucket_bytes or proportionate_bucket(item * sum(math.prod(shape) for _, shape in shapes))
-    by_sender: dict[int, list[list[Entry]]] = {}
+    by_stage: dict[int, list[list[Entry]]] = {}
     for name, shape in shapes:
-        buckets = by_sender.setdefault(senders[name] if senders else 0, [[]])
+        buckets = by_stage.setdefault(stage_ranks[name] if stage_ranks else 0, [[]])
         start = buckets[-1][-1].start + buckets[-1][-1].numel if buckets[-1] else 0
         if buckets[-1] and (start + math.prod(shape)) * item > most:
             buckets.append([])
             start = 0
         buckets[-1].append(Entry(name, tuple(shape), start))
-    rounds = itertools.zip_longest(*([(sender, each) for each in own] for sender, own in by_sender.items()))
+    rounds = itertools.zip_longest(*([(rank, each) for each in own] for rank, own in by_stage.items()))
     in_turns = [turn for each in rounds for turn in each if turn is not None]
-    return Manifest(dtype, tuple(Bucket(index, tuple(each), sender) for index, (sender, each) in enumerate(in_turns)))
+    return Manifest(dtype, tuple(Bucket(index, tuple(each), rank) for index, (rank, each) in enumerate(in_turns)))
 
 
 def proportionate_bucket(total: int) -> int:

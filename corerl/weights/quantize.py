@@ -60,7 +60,7 @@ def quantized(
             for name, shape, own in as_sent(entry.name, entry.shape, dtype, left_out):
                 end = entries[-1].start + entries[-1].length if entries else 0
                 entries.append(Entry(name, shape, -(-end // ALIGNMENT) * ALIGNMENT, own))
-        buckets.append(Bucket(bucket.index, tuple(entries), bucket.sender))
+        buckets.append(Bucket(bucket.index, tuple(entries), bucket.stage_rank))
     return Manifest("uint8", tuple(buckets))
 
 

@@ -44,7 +44,7 @@ class Address:
     listen_fd: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
     path: str = ""  # of files: directory with one subdirectory per version
     token: str = ""  # part of the names where sender and receivers meet: sockets, keys of a store, directories
-    senders: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
+    colocated_ranks: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
     timeout: float = 600.0  # seconds that a sender waits for a receiver
     options: Mapping[str, Any] = field(factory=dict)  # the transport's own table, as plain data
@@ -54,7 +54,7 @@ class WeightSender(ABC):
     """A trainer rank's end, which `backend.stream.WeightStream.update_weights` calls. Its methods raise if they cannot
     go on: `GuardedSender` reports that and keeps the ranks in step."""
 
-    sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
+    bytes_sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
 
     def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
         """`lost`: engine -> why it has failed, of those that take no more part. It grows while a method waits, in
@@ -63,7 +63,7 @@ class WeightSender(ABC):
         self.rank = rank
         self.lost: Mapping[str, str] = {} if lost is None else lost
 
-    def sender_of(self, bucket: Bucket) -> int | None:
+    def sending_rank(self, bucket: Bucket) -> int | None:
         """The rank that this bucket is gathered on and sent from; None if that is every rank."""
         return 0
 
@@ -101,8 +101,8 @@ class GuardedSender(WeightSender):
         self.sums: dict[str, int] = {}
         self.error = ""  # why this rank can no longer send this update
 
-    def sender_of(self, bucket: Bucket) -> int | None:
-        return self._sender.sender_of(bucket)
+    def sending_rank(self, bucket: Bucket) -> int | None:
+        return self._sender.sending_rank(bucket)
 
     def open(self, manifest: Manifest, version: int) -> None:
         self._try(lambda: self._sender.open(manifest, version))
@@ -111,7 +111,7 @@ class GuardedSender(WeightSender):
         return self._try(lambda: self._sender.acquire_buffer(numel, dtype))
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        if self._verify and (self.sender_of(bucket) or 0) == self.rank:
+        if self._verify and (self.sending_rank(bucket) or 0) == self.rank:
             from corerl.weights.checksums import bit_sums  # needs torch, which a driver does not
 
             self.sums |= bit_sums(bucket.views(flat))  # before sending: afterwards the transport may reuse the memory
@@ -119,7 +119,7 @@ class GuardedSender(WeightSender):
 
     def finish(self) -> Mapping[str, str]:
         missed = self._try(self._sender.finish)
-        self.sent = self._sender.sent
+        self.bytes_sent = self._sender.bytes_sent
         return dict.fromkeys(self.address.engines, self.error) if missed is None else missed
 
     def close(self) -> None:

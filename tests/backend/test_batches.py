@@ -94,7 +94,7 @@ def test_every_sample_that_is_packed_comes_back_once_with_its_own_tokens() -> No
         scales=np.zeros(12, dtype=np.float32),
     )
     collector = OutputCollector()
-    for micro in pack(batch, plan.share_of(0), sequence_multiple=4).micro_batches:
+    for micro in pack(batch, plan.shard_of(0), sequence_multiple=4).micro_batches:
         collector.add(micro, {Output.LOGPROBS: to_device(micro, CPU).tokens})
     result = collector.finish((Output.LOGPROBS,))
     assert result.rows.tolist() == order.tolist()

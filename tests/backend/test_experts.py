@@ -48,7 +48,7 @@ def test_an_even_load_costs_as_many_as_experts_are_chosen() -> None:
 
 def test_a_single_expert_has_a_load_without_entropy() -> None:
     found = metrics_of_load(torch.tensor([[4], [4]]))
-    assert (found["moe/entropy"].value, found["moe/largest_share"].value) == (0.0, 1.0)
+    assert (found["moe/entropy"].value, found["moe/largest_fraction"].value) == (0.0, 1.0)
 
 
 FAMILIES = [
@@ -90,7 +90,7 @@ def test_the_load_counts_the_experts_that_were_chosen(family: str) -> None:
         assert load.add(micro) is None
     shares = [torch.bincount(index[:7].flatten(), minlength=routers.experts) / (7 * routers.topk) for index in heard]
     found = load.metrics()
-    assert found["moe/largest_share_max"].value == pytest.approx(max(share.max().item() for share in shares))
+    assert found["moe/largest_fraction_max"].value == pytest.approx(max(share.max().item() for share in shares))
     assert found["moe/unused"].value == sum(int((share == 0).sum()) for share in shares) / routers.layers
     assert "moe/aux_loss" not in found
 

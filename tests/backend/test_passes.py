@@ -129,7 +129,7 @@ def test_outputs_are_those_of_the_samples_without_gradient() -> None:
 
 
 def test_tokens_in_common_pass_once_for_all_sequences() -> None:
-    alike = evolve(SECOND, tokens=np.array([7, 8, 9, 6, 7]), shared=np.array([0, 1]))
+    alike = evolve(SECOND, tokens=np.array([7, 8, 9, 6, 7]), prefix_lengths=np.array([0, 1]))
     passed: list[list[int]] = []
 
     class Noting(Slope):

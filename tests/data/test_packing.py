@@ -32,7 +32,7 @@ def plan() -> StepPlan:
 
 
 def test_sequences_are_packed_with_positions_of_their_own() -> None:
-    packed = pack(three_samples(), plan().share_of(0), sequence_multiple=1)
+    packed = pack(three_samples(), plan().shard_of(0), sequence_multiple=1)
     first, _ = packed.micro_batches
     assert packed.count == 2
     assert packed.temperature == 0.7
@@ -48,7 +48,7 @@ def test_sequences_are_packed_with_positions_of_their_own() -> None:
 
 
 def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
-    first, _ = pack(three_samples(), plan().share_of(0), sequence_multiple=4).micro_batches
+    first, _ = pack(three_samples(), plan().shard_of(0), sequence_multiple=4).micro_batches
     assert first.tokens.tolist() == [31, 32, 33, 34, 11, 12, 13, 0]
     assert first.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
     assert first.cu_seqlens.tolist() == [0, 4, 8]
@@ -59,10 +59,10 @@ def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
 
 
 def test_only_requested_columns_travel_with_the_weights() -> None:
-    first, _ = pack(three_samples(), plan().share_of(0), sequence_multiple=1, columns=("advantages",)).micro_batches
+    first, _ = pack(three_samples(), plan().shard_of(0), sequence_multiple=1, columns=("advantages",)).micro_batches
     assert set(first.columns) == {"advantages", "weights"}
     with pytest.raises(ValueError, match="the rollout batch has no column 'values'; it has: advantages, experts"):
-        pack(three_samples(), plan().share_of(0), sequence_multiple=1, columns=("values",))
+        pack(three_samples(), plan().shard_of(0), sequence_multiple=1, columns=("values",))
 
 
 def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
@@ -72,7 +72,7 @@ def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
     (step,) = plan_steps(samples, layout, seed=0, **usual)
     part, _ = plan_part(samples, layout, **usual)
     for planned, tokens in ((step, len(samples.tokens)), (part, 0)):
-        packed = [pack(samples, planned.share_of(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
+        packed = [pack(samples, planned.shard_of(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
         assert [batch.step_tokens for batch in packed] == [tokens, tokens]
 
 
@@ -100,12 +100,12 @@ def test_a_picture_goes_to_few_ranks_that_stay_even(groups: int, dp_size: int, m
     assert np.array_equal(found.members, np.arange(len(batch)))
 
     def fullest(plan: StepPlan) -> int:
-        shares = [plan.share_of(dp_rank) for dp_rank in range(dp_size)]
+        shares = [plan.shard_of(dp_rank) for dp_rank in range(dp_size)]
         real = [np.repeat(~share.filler, np.diff(share.offsets)) for share in shares]
         return max(int(batch.lengths[share.rows[own]].sum()) for share, own in zip(shares, real, strict=True))
 
     assert fullest(found) <= 1.05 * fullest(single)
-    encoded = [len(pack(batch, found.share_of(rank), sequence_multiple=1).pictures) for rank in range(dp_size)]
+    encoded = [len(pack(batch, found.shard_of(rank), sequence_multiple=1).pictures) for rank in range(dp_size)]
     assert groups <= sum(encoded) <= most
 
 
@@ -118,7 +118,7 @@ def test_each_rank_gets_the_pictures_that_its_rows_show(seed: int) -> None:
     usual: Any = {"tokens_per_micro_batch": 16, "aggregation": "token-mean", "max_tokens": 9, "seed": 0}
     (step,) = plan_steps(batch.with_row_columns(group=groups), layout, **usual)
     for rank in range(2):
-        packed = pack(batch, step.share_of(rank), sequence_multiple=4, columns=["advantages"])
+        packed = pack(batch, step.shard_of(rank), sequence_multiple=4, columns=["advantages"])
         shown = set()
         for micro in packed.micro_batches:
             column = micro.columns.get("picture", np.zeros(len(micro.tokens), np.int32))

@@ -158,9 +158,9 @@ def test_a_share_indexes_the_samples_that_a_rank_is_given() -> None:
         scales=np.arange(10, dtype=np.float32),
     )
     assert (plan.rows([1]).tolist(), plan.rows({0, 1}).tolist()) == ([1, 2], [1, 2, 4, 7])
-    whole, cut = plan.share_of(0), plan.share_of(0, plan.rows({0, 1}))
+    whole, cut = plan.shard_of(0), plan.shard_of(0, plan.rows({0, 1}))
     assert (whole.given_rows.tolist(), cut.given_rows.tolist()) == ([4, 1, 7], [2, 0, 3])
     for share in (whole, cut):
         assert (share.rows.tolist(), share.scales.tolist()) == ([4, 1, 7], [4.0, 1.0, 7.0])
         assert (share.offsets.tolist(), share.filler.tolist()) == ([0, 2, 3], [False, False])
-    assert plan.share_of(1).filler.tolist() == [False, True]
+    assert plan.shard_of(1).filler.tolist() == [False, True]

@@ -32,8 +32,8 @@ def nodes(batch: SampleBatch, members: np.ndarray) -> int:
 @pytest.mark.parametrize("seed", range(5))
 def test_trees_have_each_distinct_beginning_of_rows_once(seed: int) -> None:
     batch = make_branches(seed)
-    order, lengths, shared = groups_in_order(batch, np.arange(len(batch)))
-    trees = in_trees(order, lengths, shared, tokens=1000, rows=99)
+    order, lengths, prefixes = groups_in_order(batch, np.arange(len(batch)))
+    trees = in_trees(order, lengths, prefixes, tokens=1000, rows=99)
     assert [sorted(each) for each in trees.members] == [list(range(first, first + 5)) for first in (0, 5, 10)]
     assert trees.sizes.tolist() == [nodes(batch, each) for each in trees.members]
 
@@ -46,11 +46,11 @@ def test_every_row_is_packed_once_within_the_budget(dp_size: int) -> None:
     )
     assert plan.members.tolist() == list(range(len(batch)))
     for dp_rank in range(dp_size):
-        for micro in pack(batch, plan.share_of(dp_rank), sequence_multiple=1).micro_batches:
-            assert micro.shared is not None
-            assert len(micro.tokens) - micro.shared.sum() <= budget
+        for micro in pack(batch, plan.shard_of(dp_rank), sequence_multiple=1).micro_batches:
+            assert micro.prefix_lengths is not None
+            assert len(micro.tokens) - micro.prefix_lengths.sum() <= budget
             if micro.rows[0] >= 0:
-                assert len(micro.tokens) - micro.shared.sum() == nodes(batch, micro.rows)
+                assert len(micro.tokens) - micro.prefix_lengths.sum() == nodes(batch, micro.rows)
 
 
 def test_one_group_is_cut_for_two_ranks() -> None:
@@ -63,6 +63,6 @@ def test_one_group_is_cut_for_two_ranks() -> None:
 def test_few_tokens_in_common_are_not_shared() -> None:
     batch = rows([7, *range(100, 150)], [7, *range(200, 250)])
     (micro,) = pack(
-        batch, plan_forward(batch, layout(), tokens_per_micro_batch=200).share_of(0), sequence_multiple=1
+        batch, plan_forward(batch, layout(), tokens_per_micro_batch=200).shard_of(0), sequence_multiple=1
     ).micro_batches
-    assert micro.shared is not None and micro.shared.tolist() == [0, 0]
+    assert micro.prefix_lengths is not None and micro.prefix_lengths.tolist() == [0, 0]

@@ -26,20 +26,18 @@ from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
-from corerl.plan.residency import residency_plan
+from corerl.plan.residency import residency_stages
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
-from corerl.rollout.source import Policies
-from corerl.trainer.group import SharedBatch, TrainGroup
+from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import (
     LossSpec,
     MemoryKind,
     Output,
     ParallelLayout,
-    SampleBatch,
     SleepResult,
     Step,
     TrainResult,
@@ -62,7 +60,7 @@ class Group:
         self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
         self.changes = 0
-        self.loaded_version = 0
+        self.loaded_step = self.loaded_version = 0
         self.ended = False
         self.failure: Exception | None = None
         self.any_dead = False
@@ -72,15 +70,15 @@ class Group:
         self.meetings = 0
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
-        self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
+        self.sent = UpdateResult(bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
         self.names = ("engine-0", "engine-1")
-        self.fared = {name: Received(version=0, bytes=8) for name in self.names}  # in the update that comes next
+        self.fared = {name: Received(bytes=8) for name in self.names}  # in the update that comes next
         self.later: list[dict[str, Received]] = []  # in those after it; when they are used up, all goes well
         self.allowed = 10  # restarts
         self.verified: list[bool] = []  # update by update
         self.sums: dict[str, Any] = {}  # by engine
 
-        self.plan: Any = None
+        self.role_plan: Any = None
         self.slept = [SleepResult(freed_bytes=8, residual_bytes=0)]
 
     def weight_sums(self, dtype: str) -> dict[str, Any]:
@@ -89,7 +87,7 @@ class Group:
 
     @property
     def deaths(self) -> dict[str, CorerlError]:
-        return {"engine-1": WorkerDied("its process died")}
+        return {"engine-1": WorkerDied("its process died")} if self.any_dead else {}
 
     def wake_up(self, kinds: Iterable[MemoryKind] = ()) -> Future[None]:
         self.log.append(" ".join(["wake", *sorted(kinds)]))
@@ -151,13 +149,13 @@ class Group:
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
         self.any_dead = self.hold_all = False
-        well = {name: Received(version=0, bytes=8) for name in self.names}
+        well = {name: Received(bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 
     def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:
         self.log += [f"leave out {name}" for name in hanging]
 
-    def step_completed(self) -> None:
+    def step_done(self) -> None:
         self.log.append("completed")
 
     def _wait(self) -> None:
@@ -166,18 +164,20 @@ class Group:
             raise self.failure
 
     def forward(
-        self, samples: SampleBatch, outputs: tuple[Output, ...], *, shared: Any, snapshot: str, replay: bool
+        self, batch: StoredBatch, outputs: tuple[Output, ...], *, snapshot: str, replay: bool
     ) -> Future[dict[Output, Any]]:
         self.passes.append((outputs, snapshot, replay))
         value = {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if snapshot == REFERENCE else -1.0}[outputs[0]]
-        columns: dict[Output, Any] = {output: np.full(len(samples.tokens), value, np.float32) for output in outputs}
+        tokens = len(batch.samples.tokens)
+        columns: dict[Output, Any] = {output: np.full(tokens, value, np.float32) for output in outputs}
         return Future(self, self.ready, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
 
     plan_steps: Any = TrainGroup.plan_steps
     _require_trained: Any = TrainGroup._require_trained
 
-    def train(self, shared: SharedBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
+    def train(self, batch: StoredBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)
+        self.changes += 1
 
         def wait() -> TrainResult:
             self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
@@ -210,7 +210,7 @@ LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
 
 def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
     config, group = config or make_config(), group or Group()
-    group.plan = SimpleNamespace(train=config.train, objective=CLIPPED, max_tokens=7)
+    group.role_plan = SimpleNamespace(train=config.train, objective=CLIPPED, max_tokens=7)
     given = {"loss": LOSS, "next_optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
     return Role(
         name=name,
@@ -274,20 +274,23 @@ def staying() -> Residency:
     return Residency(progress=progress())
 
 
-def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: Group | None = None) -> Residency:
+def colocated(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: Group | None = None) -> Residency:
     """The ranks of these roles take turns with the engines in the memory of their devices; they are awake."""
     return Residency(
-        plan=residency_plan(list(groups), passed),
+        stages=residency_stages(list(groups), passed),
         groups=groups,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
         fleet=fleet or Group(),  # type: ignore[arg-type]
         progress=progress(),
     )
 
 
-def make_engines(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> Engines:
+def make_engines(
+    config: Config, actor: Group, fleet: Group, ears: Ears | None = None, *, version: int = 0, **parts: Any
+) -> Engines:
+    """`version`: of the weights that the actor's ranks have loaded."""
+    actor.loaded_version = version
     given = {
         "address_of": lambda: Address(transport="ipc", engines=fleet.names),
-        "policies": Policies(version=parts.pop("version", 0) - 1),
         "residency": staying(),
         "on_death": lambda reasons: None,
         "progress": progress(ears),

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from corerl.calls import Future
 from corerl.cluster.arrangement import Placement
 from corerl.cluster.placement import Bundle, Gpu, Slot
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.driver.progress import Progress
 from corerl.errors import CorerlError
 from corerl.plan.make import make_plan
@@ -35,6 +35,7 @@ class Ranks(Group):
     restarted: tuple[str, RolePlan, Sequence[Slot]] | None = None
     failures: list[Exception] = field(factory=list)  # of the next restarts
     layouts: list[ParallelLayout] = field(factory=list)
+    loaded_step: int = 0
 
     def __attrs_post_init__(self) -> None:
         self.processes: Any = SimpleNamespace(ended=False, kill=lambda: self.log.append(f"end {self.role}"))
@@ -176,7 +177,7 @@ class Memory:
 
 @define(eq=False)
 class Case:
-    groups: Groups
+    groups: RunGroups
     ears: Ears
     log: list[str]
     ranks: dict[str, Ranks]
@@ -231,5 +232,5 @@ def make(
     now = Progress(Observers([("ears", ears), *extensions]), 3)
     where: Any = pool
     stop: Any = SimpleNamespace(requested=False)
-    groups = Groups(plan=plan, pool=where, roles=roles_now, fleet=fleet, residency=memory, progress=now, stop=stop)
+    groups = RunGroups(plan=plan, pool=where, roles=roles_now, fleet=fleet, residency=memory, progress=now, stop=stop)
     return Case(groups, ears, log, ranks, engines, pool)

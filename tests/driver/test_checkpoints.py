@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved
 from corerl.types import Step
 from tests.checkpoint.roles import cut, whole
-from tests.driver.fakes import Ears, progress
+from tests.driver.fakes import Ears, progress, staying
 
 
 @define
@@ -84,12 +85,14 @@ def make(run_dir: Path, heard: Ears, *, keep: int = 2, **roles: Group) -> Checkp
         run_dir=run_dir,
         config=CheckpointConfig(every=2, keep=keep),
         roles=roles,  # type: ignore[arg-type]  # the part of a Role that saves
+        residency=staying(),
         progress=progress(heard),
     )
 
 
-def at(rollout_step: int, **parts: Any) -> tuple[int, DriverPart]:
-    return rollout_step, DriverPart(state={"rollout_step": rollout_step}, **parts)
+def start(saves: Checkpoints, rollout_step: int, *, background: bool, **parts: Any) -> None:
+    saves.progress.steps_done = rollout_step
+    saves.start(DriverPart(state={"rollout_step": rollout_step}, **parts), background=background)
 
 
 def path(run_dir: Path, step: int) -> Path:
@@ -105,9 +108,10 @@ def test_checkpoints_are_due_at_multiples(tmp_path: Path) -> None:
 
 def test_a_save_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
     heard, actor, critic = Ears(), Group(optimizer_step=6), Group(optimizer_step=8)
-    checkpoints = make(tmp_path, heard, actor=actor, critic=critic)
-    checkpoints.start(*at(2), background=True)
-    assert checkpoints.last_step == 2
+    checkpoints, stages = make(tmp_path, heard, actor=actor, critic=critic), list[str]()
+    checkpoints.residency = SimpleNamespace(enter=stages.append)  # type: ignore[assignment]
+    start(checkpoints, 2, background=True)
+    assert (checkpoints.last_step, stages) == (2, ["save actor", "save critic"])
     checkpoints.complete(wait=False)
     actor.write()
     checkpoints.complete(wait=False)
@@ -125,7 +129,7 @@ def test_the_next_save_waits_and_the_oldest_goes(tmp_path: Path) -> None:
     heard = Ears()
     checkpoints = make(tmp_path, heard, keep=2, actor=Group())
     for step in (2, 4, 6):
-        checkpoints.start(*at(step), background=True)
+        start(checkpoints, step, background=True)
         assert [event.step for event in heard.of(CheckpointSaved)] == list(range(2, step, 2))
     checkpoints.complete(wait=True)
     assert [event.step for event in heard.of(CheckpointSaved)] == [2, 4, 6]
@@ -141,31 +145,31 @@ def test_a_failed_save_leaves_room_for_the_next(tmp_path: Path) -> None:
 
     checkpoints = make(tmp_path, Ears(), actor=Group(), critic=Refusing())
     with pytest.raises(SaveFailed, match="^the disk is full$"):
-        checkpoints.start(*at(2), background=False)
+        start(checkpoints, 2, background=False)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, Ears(), actor=Group())
-    checkpoints.start(*at(2), background=False)
+    start(checkpoints, 2, background=False)
 
     def files(partial: Path) -> None:
         raise DataError("no space left")
 
     with pytest.raises(SaveFailed, match="^no space left$"):
-        checkpoints.start(*at(4, write=files), background=True)
+        start(checkpoints, 4, write=files, background=True)
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
 
 
 def test_after_a_failure_living_ranks_finish_what_they_write(tmp_path: Path) -> None:
     heard, actor = Ears(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
-    checkpoints.start(*at(2), background=True)
+    start(checkpoints, 2, background=True)
     with pytest.raises(SaveFailed, match="rank-00000.safetensors is missing"):
         checkpoints.rescue(ask=False)
     checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
-    checkpoints.start(*at(4), background=True)
+    start(checkpoints, 4, background=True)
     actor.ended = True
     with pytest.raises(WorkerDied, match="^the ranks have ended$"):
         checkpoints.rescue()
@@ -176,13 +180,13 @@ def test_after_a_failure_living_ranks_finish_what_they_write(tmp_path: Path) -> 
 def test_a_rank_that_never_answers_does_not_block_a_rescue(tmp_path: Path) -> None:
     actor, critic = Group(), Group()
     checkpoints = make(tmp_path, Ears(), actor=actor, critic=critic)
-    checkpoints.start(*at(2), background=True)
+    start(checkpoints, 2, background=True)
     critic.write()
     actor.stuck = True
     checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
     actor.stuck = False
-    checkpoints.start(*at(4), background=True)
+    start(checkpoints, 4, background=True)
     actor.stuck = critic.broken = True  # the one is told of though the other does not answer
     with pytest.raises(SaveFailed, match="^the disk is full$"):
         checkpoints.rescue()
@@ -203,7 +207,7 @@ def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, mem
         (directory,) = memory.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
         for step in (1, 2, 3):
-            kept.start(*at(step), background=True)
+            start(kept, step, background=True)
         assert kept.newest == path(directory, 2)  # until the next one is complete
         actor.write()
         kept.complete(wait=False)
@@ -218,8 +222,8 @@ def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, mem
 
 def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Path, memory: Path) -> None:
     with MemoryCheckpoints.of_run(make(tmp_path / "run", Ears(), actor=Group(in_memory=True))) as kept:
-        kept.start(*at(1), background=False)
-        kept.start(*at(2), background=True)
+        start(kept, 1, background=False)
+        start(kept, 2, background=True)
         kept.give_up()
         assert kept.newest is None and list(memory.iterdir()) == []
         kept.rescue(ask=False)  # nothing is in flight
@@ -229,5 +233,5 @@ def test_in_memory_checkpoints_need_all_ranks_here(tmp_path: Path, memory: Path)
     actor, critic = Group(in_memory=True), Group(in_memory=True, nodes=["", "another"])
     with MemoryCheckpoints.of_run(make(tmp_path / "run", Ears(), actor=actor, critic=critic)) as kept:
         with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver; failed ranks restart"):
-            kept.start(*at(2), background=True)
+            start(kept, 2, background=True)
     assert actor.saved_at == []

@@ -20,7 +20,7 @@ from corerl.types import LossSpec, Output, SampleBatch, Step
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl_testing.models import tiny_fields
-from tests.driver.fakes import Ears, Group, Source, make_engines, sharing, told
+from tests.driver.fakes import Ears, Group, Source, colocated, make_engines, told
 from tests.driver.saved import make_config
 from tests.engines.services import request_of
 from tests.in_process import without_ray
@@ -57,8 +57,8 @@ def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
 
 # ---- engines that miss an update -------------------------------------------------------------------------------------
 
-DEAD = Received(version=-1, bytes=0, error="its process died", died=True)
-FAILED = Received(version=0, bytes=0, error="bucket 3 did not arrive")
+DEAD = Received(bytes=0, error="its process died", died=True)
+FAILED = Received(bytes=0, error="bucket 3 did not arrive")
 SILENT = None
 
 
@@ -67,7 +67,7 @@ def after_one(*fared: dict[str, Received | None], **parts: Any) -> tuple[Engines
     actor, fleet, ears = Group(), Group(), Ears()
     engines = make_engines(make_config(), actor, fleet, ears, **parts)
     push(engines)
-    well = {name: Received(version=0, bytes=8) for name in fleet.names}
+    well = {name: Received(bytes=8) for name in fleet.names}
     fleet.fared, *fleet.later = [
         {name: each for name, each in {**well, **changed}.items() if each is not None} for changed in fared
     ]
@@ -116,7 +116,7 @@ def test_the_first_engine_to_fail_is_the_cause() -> None:
 
     def spread(address: Address, engine: str, reason: str) -> None:
         report(address, engine, reason)
-        fleet.fared["engine-0"] = Received(version=0, bytes=0, error="the trainer closed the connection")
+        fleet.fared["engine-0"] = Received(bytes=0, error="the trainer closed the connection")
 
     actor.engine_failed = spread  # type: ignore[method-assign]
     push(engines)
@@ -253,7 +253,7 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
 
 def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     both = Group()
-    residency = sharing({"actor": both}, fleet=both)
+    residency = colocated({"actor": both}, fleet=both)
     engines = make_engines(make_config(), both, both, residency=residency)
     residency.enter(SAMPLE)
     both.any_dead = True
@@ -402,7 +402,7 @@ def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet) -> Non
 def test_interrupted_rows_go_on_after_the_next_push() -> None:
     with without_ray(), Engines.start(OWN) as engines:
         shared: Any = {"actor": engines.group}
-        engines.residency = sharing(shared, fleet=engines.fleet)  # type: ignore[arg-type]
+        engines.residency = colocated(shared, fleet=engines.fleet)  # type: ignore[arg-type]
         engines.push()
         request = prompts([3, 4])
         waiting = engines.begin(evolve(request, params=evolve(request.params, max_tokens=MANY)))

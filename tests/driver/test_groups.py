@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from attrs import define, field
 
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.errors import InsufficientResources, WorkerDied
 from corerl.plugin.hooks import ProcessFailure
 from tests.driver.fakes import told
@@ -21,7 +21,7 @@ class Between:
 
     checkpoints: list[Path] = field(factory=list)
 
-    def between_steps(self, run: Groups) -> None:
+    def between_steps(self, run: RunGroups) -> None:
         assert run.save is not None
         self.checkpoints.append(run.save())
         run.changed.add("engines")
@@ -40,7 +40,7 @@ class Hearing:
 
     heard: list[ProcessFailure] = field(factory=list)
 
-    def ranks_failed(self, run: Groups, failure: ProcessFailure) -> None:
+    def ranks_failed(self, run: RunGroups, failure: ProcessFailure) -> None:
         self.heard.append(failure)
 
 

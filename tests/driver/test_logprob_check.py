@@ -19,7 +19,7 @@ from attrs import evolve
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import logprob_check as module
-from corerl.driver.logprob_check import LogprobCheck, bound_of
+from corerl.driver.logprob_check import LogprobCheck, bound_of, spread_over
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
@@ -127,11 +127,10 @@ DIFFERS = np.array([0.0, -1.0, -1.5], np.float32)
 
 def test_samples_without_loss_tokens_decide_nothing() -> None:
     check = make_check()
-    check.pushed(5, new=True)
     check.judge(samples([1], [0]), np.zeros(1, np.float32))
     assert check.due
-    assert len(check.choose(samples([3], [4]))) == 0
-    assert check.choose(samples([3, 4, 1, 2], [5, 4, 5, 6])).lengths.tolist() == [2, 3]
+    assert len(spread_over(samples([3], [4]), since=5)) == 0
+    assert spread_over(samples([3, 4, 1, 2], [5, 4, 5, 6]), since=5).lengths.tolist() == [2, 3]
 
 
 def test_above_the_bound_it_stops_or_warns() -> None:

@@ -108,9 +108,9 @@ def test_staleness_counts_updates_since_each_loss_token() -> None:
     assert staleness_metrics(batch.with_columns(versions=versions), Policies(version=5)) == {
         "rollout/staleness": (1 + 3 + 3 + 0) / 4,
         "rollout/staleness_max": 3.0,
-        "rollout/staleness_share/0": 0.25,
-        "rollout/staleness_share/1": 0.25,
-        "rollout/staleness_share/3": 0.5,
+        "rollout/staleness_fraction/0": 0.25,
+        "rollout/staleness_fraction/1": 0.25,
+        "rollout/staleness_fraction/3": 0.5,
         "rollout/continued": 0.5,
     }
     second = batch.with_columns(versions=versions, loss_mask=batch.columns["loss_mask"] & (batch.row_of == 1))

@@ -8,9 +8,9 @@ from attrs import evolve
 
 from corerl.calls import Future
 from corerl.driver.residency import Residency
-from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
+from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_stages, save_stage, train_stage
 from corerl.types import MemoryKind, SleepResult
-from tests.driver.fakes import Ears, Group, progress, sharing, told
+from tests.driver.fakes import Ears, Group, colocated, progress, told
 from tests.end_to_end.command import numbers
 from tests.in_process import execute_here, small
 
@@ -90,7 +90,7 @@ class Engine(Group):
 
 def shared(device: Device, engine: Engine) -> Residency:
     groups = {role: Ranks(device, role) for role in device.held}
-    return sharing(groups, passed=["actor", "critic"], fleet=engine)  # type: ignore[arg-type]
+    return colocated(groups, passed=["actor", "critic"], fleet=engine)  # type: ignore[arg-type]
 
 
 def test_the_peak_of_a_step_is_one_training_role() -> None:
@@ -128,14 +128,14 @@ def test_the_peak_of_a_step_is_one_training_role() -> None:
     ],
 )
 def test_roles_on_one_device_train_in_turns(roles: list[str], turns: dict[str, list[str]]) -> None:
-    assert sharing({"actor": Group(), "critic": Group()}).turns(roles) == turns
+    assert colocated({"actor": Group(), "critic": Group()}).turns(roles) == turns
 
 
 def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
     actor, ears = Group(), Ears()
     actor.slept = [evolve(actor.slept[0], notes=notes) for notes in ((), ("host memory could not be pinned",))]
-    plan = residency_plan(["actor"], passed=[])
-    residency = Residency(plan=plan, groups={"actor": actor}, progress=progress(ears))  # type: ignore[dict-item]
+    stages = residency_stages(["actor"], passed=[])
+    residency = Residency(stages=stages, groups={"actor": actor}, progress=progress(ears))  # type: ignore[dict-item]
     residency.enter(SAMPLE)
     assert told(ears) == ["actor rank 1: host memory could not be pinned"]
 
@@ -167,7 +167,7 @@ def measured(
     engine, groups = Sized(device), {role: Ranks(device, role) for role in roles}
     for group in groups.values():
         group.totals = tuple(total * GIB for total in totals)
-    residency = sharing(groups, passed=roles, fleet=engine)  # type: ignore[arg-type]
+    residency = colocated(groups, passed=roles, fleet=engine)  # type: ignore[arg-type]
     residency.measures = True
     take_steps(residency, engine, FORWARD, *map(train_stage, trained), count=steps)
     return residency, device, engine
@@ -231,7 +231,7 @@ def test_taking_turns_changes_no_number_of_a_run(tmp_path: Path) -> None:
 
 def test_engines_sleep_once_while_ranks_restart() -> None:
     both = Group()
-    residency = sharing({"actor": both}, fleet=both)
+    residency = colocated({"actor": both}, fleet=both)
     residency.enter(SAMPLE)
     both.log.clear()
     residency.make_room()

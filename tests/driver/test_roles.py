@@ -9,7 +9,7 @@ from attrs import evolve
 
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain
-from corerl.driver.learning_rate import DecayStart, learning_rate
+from corerl.driver.learning_rate import DecayStart, LearningRate
 from corerl.driver.roles import Role, continue_schedules
 from tests.driver.saved import make_config
 from tests.driver.test_run import TRAIN, role
@@ -27,7 +27,8 @@ ROOT = math.sqrt(0.5)
 )
 def test_rates_warm_up_and_decay_to_the_final_share(decay: str, warmup: int, final: float, rates: list[float]) -> None:
     given = {"warmup_steps": warmup, "decay": decay, "final_ratio": final, "peak": 2.0, "total_steps": len(rates)}
-    assert [learning_rate(step=step, **given) for step in range(len(rates))] == pytest.approx(rates)  # type: ignore[arg-type]
+    rate = LearningRate(**given)  # type: ignore[arg-type]
+    assert [rate.at(step) for step in range(len(rates))] == pytest.approx(rates)
 
 
 # ---- resumed with another length -------------------------------------------------------------------------------------
@@ -108,9 +109,9 @@ def test_the_rate_continues_with_other_mini_batches_or_epochs(
     left = 30 * now[0] * now[1]
     behind = [share + (1 - share) * n / (left - 1) for n in range(left)]
     expected = [1 - each if decay == "linear" else (1 + math.cos(math.pi * each)) / 2 for each in behind]
-    assert [later.lr(done + n) for n in range(left)] == pytest.approx(expected, abs=1e-12)
-    assert later.lr(done) == earlier.lr(done)
-    assert later.lr(done + left) == later.lr(done + left - 1) == pytest.approx(0.0)
+    assert [later.lr.at(done + n) for n in range(left)] == pytest.approx(expected, abs=1e-12)
+    assert later.lr.at(done) == earlier.lr.at(done)
+    assert later.lr.at(done + left) == later.lr.at(done + left - 1) == pytest.approx(0.0)
 
 
 def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
@@ -119,7 +120,7 @@ def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
     state = {"schedules": {"actor": attrs.asdict(second.decay_start)}}
     earlier, same, lines = resumed_at(15, 40, four, four, state)
     assert lines == [] and same.decay_start == second.decay_start
-    assert [same.lr(step) for step in range(40, 140)] == [second.lr(step) for step in range(40, 140)]
+    assert [same.lr.at(step) for step in range(40, 140)] == [second.lr.at(step) for step in range(40, 140)]
     _, third, lines = resumed_at(15, 40, four, one, state)
-    assert lines == [] and third.lr(40) == second.lr(40) == earlier.lr(40)
-    assert third.lr(40 + 24) == 0.0 < third.lr(40 + 23)
+    assert lines == [] and third.lr.at(40) == second.lr.at(40) == earlier.lr.at(40)
+    assert third.lr.at(40 + 24) == 0.0 < third.lr.at(40 + 23)

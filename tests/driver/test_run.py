@@ -28,12 +28,13 @@ from corerl.driver.sampling import Evaluations, answers_in
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, ResizeFailed, SaveFailed
 from corerl.pictures import Picture
-from corerl.plan.residency import SAMPLE
+from corerl.plan.residency import SAMPLE, save_stage
 from corerl.plugin.events import Evaluated, Notice, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation
 from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.source import Policies
 from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
@@ -41,11 +42,11 @@ from tests.driver.fakes import (
     Ears,
     Group,
     Source,
+    colocated,
     make_engines,
     plan_of,
     progress,
     role,
-    sharing,
     staying,
     told,
 )
@@ -92,7 +93,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         disk, memory = parts.pop("checkpoints", Files(-1)), parts.pop("memory", None)
         for saves in (disk, memory):
             if saves is not None:
-                saves.progress, saves.config, saves.roles = now, config.checkpoint, roles
+                saves.progress, saves.config, saves.roles, saves.residency = now, config.checkpoint, roles, residency
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
@@ -110,7 +111,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 ),
                 "sampling": sampled,
                 "evaluations": Evaluations(plan=plan, sampling=sampled, progress=now, **before),
-                "saves": Saves(disk=disk, memory=memory, residency=residency),
+                "saves": Saves(disk=disk, memory=memory),
                 "roles": roles,
                 "residency": residency,
                 "groups": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
@@ -212,7 +213,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
 def test_a_mini_batch_without_a_loss_token_is_skipped(aggregation: str, make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
-    actor.group.plan.objective = evolve(actor.group.plan.objective, aggregation=aggregation)
+    actor.group.role_plan.objective = evolve(actor.group.role_plan.objective, aggregation=aggregation)
     run = make_run(config, roles={"actor": actor}, ears=ears)
     cut = batch().with_row_columns(truncated=np.array([False, True]), group=np.array([0, 1]))
     results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
@@ -266,7 +267,7 @@ def test_saved_batches_are_not_postprocessed(
     plan = evolve(plan, rollout=evolve(plan.rollout, postprocess=halve))
     batches = make_run(make_config(), plan=plan, source=Two()).batches()
     for step in range(2):
-        batch = next(batches)
+        batch, _ = next(batches)
         assert (batch.step, batch.rewards.tolist()) == (step, [0.5, 0.0])
         files = saved_rollouts(tmp_path) if kept else []
         assert len(files) == min(kept, step + 1)  # written before anything is made of it
@@ -281,7 +282,7 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
     run = make_run(make_config(), actor=actor, engines=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
     engines.die()
-    (batch,) = run.batches()
+    ((batch, _),) = run.batches()
     columns = batch.rollout.batch.columns
     assert set(columns["versions"][columns["loss_mask"]]) == {1}
     assert actor.log == ["send 0", "send 1"]
@@ -302,7 +303,7 @@ def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Calla
             before = len(actor.log)
             run.push_weights()
             pushed += [run.progress.steps_done] if len(actor.log) > before else []
-            run.actor.next_optimizer_step += 1
+            actor.changes += 1
         assert pushed == expected
 
 
@@ -321,7 +322,7 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
 def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., Run]) -> None:
     both = Group()  # one log of ranks and engines, so that the order between the two shows
     config = make_config(algorithm={"old_logprobs": "recompute"}, checkpoint={"every": 1})
-    residency = sharing({"actor": both}, passed=["actor"], fleet=both)
+    residency = colocated({"actor": both}, passed=["actor"], fleet=both)
     updates = make_engines(config, both, both, residency=residency, version=4)
     saves = Files(-1)
     run = make_run(
@@ -357,13 +358,9 @@ class Judging:
 
     due = True
 
-    def __init__(self, chosen: SampleBatch) -> None:
-        self.chosen = chosen
+    def __init__(self) -> None:
         self.sampled = batch().with_row_columns(group=np.array([7, 7]))
         self.judged: list[SampleBatch] = []
-
-    def choose(self, samples: SampleBatch) -> SampleBatch:
-        return self.chosen
 
     async def sample(self) -> SampleBatch:
         return self.sampled
@@ -373,24 +370,25 @@ class Judging:
         self.judged.append(samples)
 
 
+def engines_with(policies: Policies) -> Any:
+    return SimpleNamespace(policies=policies, up_to_date=True, serve=lambda work, update: asyncio.run(work))
+
+
 def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run]) -> None:
-    some, none = batch(), batch().take_rows(np.zeros(0, np.int64))
-    for chosen in (some, none):
-        check = Judging(chosen)
-        make_run(make_config(), logprob_check=check, pushed_at=0).prepare(scored())
+    for policies, groups in ((Policies(version=3, repeats=(3,)), [0, 0]), (Policies(version=4), [7, 7])):
+        check, engines = Judging(), engines_with(policies)
+        make_run(make_config(), logprob_check=check, engines=engines).prepare(scored())
         (judged,) = check.judged
-        assert (
-            judged.row_columns["group"].tolist()
-            == (some if len(chosen) else check.sampled).row_columns["group"].tolist()
-        )
-        make_run(make_config(), logprob_check=check, pushed_at=3).prepare(scored())  # engines hold other weights
+        assert judged.row_columns["group"].tolist() == groups  # those of the batch, or others if all are older
+        engines.up_to_date = False  # engines hold other weights
+        make_run(make_config(), logprob_check=check, engines=engines).prepare(scored())
         assert len(check.judged) == 1
 
 
 def test_samples_are_compared_by_the_experts_that_training_replays(make_run: Callable[..., Run]) -> None:
     actor, given = Group(), with_experts()
-    check, config = Judging(given.rollout.batch), make_config(algorithm={"routing_replay": "engine"})
-    make_run(config, actor=actor, logprob_check=check, pushed_at=0).prepare(given)
+    check, config = Judging(), make_config(algorithm={"routing_replay": "engine"})
+    make_run(config, actor=actor, logprob_check=check, engines=engines_with(Policies(version=3))).prepare(given)
     assert actor.passes == [((Output.LOGPROBS,), "", True)] and len(check.judged) == 1
 
 
@@ -439,6 +437,7 @@ class Files:
     progress: Progress
     config: CheckpointConfig
     roles: Mapping[str, Role]
+    residency: Any
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
@@ -446,9 +445,10 @@ class Files:
         self.log: list[tuple[str, bool]] = []
         self.states: list[dict[str, Any]] = []
 
-    def start(self, step: int, driver: DriverPart, *, background: bool, enter: Any) -> None:
+    def start(self, driver: DriverPart, *, background: bool) -> None:
+        step = self.progress.steps_done
         driver.write(Path("/run/checkpoints/partial"))
-        enter("actor")
+        self.residency.enter(save_stage("actor"))
         assert driver.state["rollout_step"] == step
         self.states.append(dict(driver.state))
         self.log.append((f"start {step}", background))
@@ -517,7 +517,7 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
 class Full(Files):
     """In-memory checkpoints without room."""
 
-    def start(self, step: int, driver: DriverPart, **how: Any) -> None:
+    def start(self, driver: DriverPart, *, background: bool) -> None:
         raise SaveFailed("no space left in memory")
 
     def give_up(self) -> None:

@@ -68,7 +68,7 @@ def test_training_from_saved_batches_is_the_same_training(trained: Path) -> None
         assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
     first, again = ([line for line in numbers(trained / each) if "train/loss" in line] for each in ("run", "again"))
     # Staleness is reported where there are engines.
-    of_engines = {"rollout/staleness", "rollout/staleness_max", "rollout/staleness_share/0", "rollout/continued"}
+    of_engines = {"rollout/staleness", "rollout/staleness_max", "rollout/staleness_fraction/0", "rollout/continued"}
     assert again == [{name: value for name, value in line.items() if name not in of_engines} for line in first]
     assert all(line["rollout/staleness"] == 0.0 for line in first)
 

@@ -24,7 +24,7 @@ from tests.end_to_end.conftest import Finished
 STEPS = 6
 ROLLOUT = ["reward", "reward_std", "response_length", "truncated", "tokens", "exact_match"]
 APART = ["logprob_diff", "logprob_diff_max", "logprob_kl", "logprob_diff_above_0.1", "logprob_diff_above_1"]
-STALE = ["staleness", "staleness_max", "staleness_share/0", "continued"]
+STALE = ["staleness", "staleness_max", "staleness_fraction/0", "continued"]
 TRAIN = ["loss", "policy_loss", "entropy", "kl", "ratio", "clip_fraction", "approx_kl", "grad_norm", "lr", "tokens"]
 TIMES = ["rollout", "reward", "forward", "train", "update_weights", "step"]
 

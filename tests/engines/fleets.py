@@ -75,7 +75,7 @@ class Group:
     def ready(self, pending: Any, timeout: float) -> bool:
         return True
 
-    def answers(self, pending: list[int], *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
+    def answers(self, pending: list[int], *, timeout: float | None = None, on_ended: Any = None) -> dict[int, Any]:
         if timeout is not None:
             assert timeout < 3600
             return {replica: each for replica, each in self._answers.items() if isinstance(each, CorerlError)}
@@ -113,7 +113,7 @@ class Scripted:
     def start_some(self, method: str, arguments: Any) -> Any:
         return method, arguments
 
-    def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, on_ended: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method != "generate":
             self.log.append(method)
@@ -147,7 +147,7 @@ class Sized(Scripted):
         assert all(replica < self.size for replica in arguments), "one that is not there is asked"
         return method, arguments
 
-    def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, on_ended: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method == "generate":
             for gate in [gate for replica, gate in self.gates.items() if replica in arguments]:

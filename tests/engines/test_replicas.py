@@ -51,7 +51,7 @@ def test_failed_starts_are_repeated_up_to_the_restarts(loop: EventLoop) -> None:
     fleet.leave_out(died)
     fleet.replace(died)
     assert late.log == ["replace 0"] * 3
-    assert not fleet.any_dead and fleet.sleep() == 8
+    assert not fleet.deaths and fleet.sleep() == 8
     never = Group({0: 8}, failing_starts=9)
     with pytest.raises(EngineFailed, match="^engine-0: start: no memory") as raised:
         fleet_of(never, loop, 1, restarts=3).replace(died)
@@ -65,7 +65,7 @@ def test_an_engine_that_dies_in_its_start_is_replaced(loop: EventLoop) -> None:
     fleet = fleet_of(starting, loop, 2, restarts=1)
     assert fleet.start().result() == {"engine-1": died}
     fleet.replace({"engine-1": died})
-    assert starting.log == ["wait for all", "replace 1"] and not fleet.any_dead and not fleet.all_serve
+    assert starting.log == ["wait for all", "replace 1"] and not fleet.deaths and not fleet.all_serve
 
     starting = Group({0: None, 1: died})
     fleet = fleet_of(starting, loop, 2)
@@ -89,7 +89,7 @@ class ReplacedMeanwhile:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: None, *, on_counts: Any) -> dict[int, Any]:
+    def answers(self, pending: None, *, on_ended: Any) -> dict[int, Any]:
         died = WorkerDied("engine-1: its process died")
         self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
         self.replacing.start()
@@ -109,7 +109,7 @@ def test_a_late_report_of_death_spares_the_successor(loop: EventLoop) -> None:
     assert processes.fleet.sleep() == 8
     processes.reported.set()
     processes.replacing.join(60.0)
-    assert not processes.fleet.any_dead
+    assert not processes.fleet.deaths
 
 
 def resize(fleet: EngineFleet, count: int) -> None:
@@ -181,7 +181,7 @@ def test_engines_that_do_not_start_leave_the_others_serving(loop: EventLoop) -> 
         "engine-3: start: no memory"
     )
     assert raised.value.details == "a traceback"
-    assert fleet.names == ("engine-0", "engine-1") and not fleet.any_dead
+    assert fleet.names == ("engine-0", "engine-1") and not fleet.deaths
     assert sample(fleet, REQUEST).tokens.tolist() == [7, 8, 9, 10, 11]
     sized.error = None
     resize(fleet, 3)

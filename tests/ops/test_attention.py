@@ -128,7 +128,7 @@ def test_a_token_of_a_tree_sees_its_own_path(
         monkeypatch.setattr(attention, "KERNEL", as_the_kernel)
         monkeypatch.setattr(attention, "KERNEL_BACKWARD", back_from_the_kernel)
     bounds = np.concatenate([[0], np.cumsum(SEQUENCES)])
-    packing = PackedSequences.of(bounds, device).sharing(np.array(SHARED))
+    packing = PackedSequences.of(bounds, device).with_prefixes(np.array(SHARED))
     inputs = qkv(packing.tokens, kv_heads, device, torch.bfloat16 if device == "cuda" else torch.float32)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     got = packed_attention(*inputs, packing, 0.3, window=window)

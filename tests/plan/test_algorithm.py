@@ -47,7 +47,7 @@ class FromFiles(Algorithm):
         return Advantages(advantages=np.repeat(self.options.scale * rewards, samples.lengths))
 
     def objectives(self) -> Mapping[str, Objective]:
-        return {"actor": Objective(loss=LossSpec(name="clipped"), aggregation="sequence-mean", first_step=2)}
+        return {"actor": Objective(loss=LossSpec(name="clipped"), aggregation="sequence-mean", trained_from=2)}
 
 
 def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
@@ -111,7 +111,7 @@ def test_each_role_is_trained_on_its_own_loss() -> None:
             outputs=(Output.LOGPROBS, Output.ENTROPY),
         ),
         aggregation="sequence-mean",
-        first_step=7,
+        trained_from=7,
     )
     assert found["critic"] == Objective(
         loss=LossSpec(name="value", params={"value_clip": 0.5}, outputs=(Output.VALUES,)), aggregation="token-mean"

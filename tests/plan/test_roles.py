@@ -161,5 +161,5 @@ def with_critic(**choice: Any) -> Config:
 
 
 def test_a_critic_with_its_own_devices_never_sleeps() -> None:
-    assert offloaded(with_critic(devices="shared"), "cuda") == ("actor", "critic")
+    assert offloaded(with_critic(devices="colocated"), "cuda") == ("actor", "critic")
     assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)

@@ -175,7 +175,7 @@ class Engines:
                 raise self._ends[replica]
             if method == "receive":
                 _, self.version, _ = args
-                return Received(version=self.version, bytes=8)
+                return Received(bytes=8)
             if method in ("pause", "resume"):
                 self.paused = method == "pause"
                 self.changing.notify_all()
@@ -206,7 +206,7 @@ class Engines:
     def wait(self, pending: Any) -> list[Any]:
         return list(self.answers(pending).values())
 
-    def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, on_ended: Any = None) -> dict[int, Any]:
         """Without any time, that of the first replica."""
         method, arguments = pending
         if timeout == 0.0:

@@ -25,7 +25,7 @@ from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin import FULL, Capability
 from corerl.trainer import group as group_module
-from corerl.trainer.group import TrainGroup, share
+from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import (
     AdamSettings,
     ForwardResult,
@@ -143,7 +143,7 @@ def given_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained_by(group: TrainGroup) -> TrainResult:
     batch = batch_of(5, 2, 7, 3, 1)
-    return group.train(batch, training_plan(batch, group.dp_size), LOSS, STEP).result()
+    return group.train(batch, training_plan(batch, group.layouts[0].dp_size), LOSS, STEP).result()
 
 
 def disagreement(*results: InitResult) -> str:
@@ -257,7 +257,7 @@ def test_wrong_calls_are_refused_before_any_rank_is_called(call: Callable[[Train
 def scoring(group: TrainGroup) -> TrainGroup:
     """With a backend that takes targets, and ten words."""
     backend = evolve(PLAN.backend, spec=evolve(PLAN.backend.spec, capabilities={Capability.TARGETS: FULL}))
-    group.plan = evolve(group.plan, backend=backend, cluster=evolve(PLAN.cluster, model={"vocab_size": 10}))
+    group.role_plan = evolve(group.role_plan, backend=backend, cluster=evolve(PLAN.cluster, model={"vocab_size": 10}))
     return group
 
 
@@ -279,7 +279,7 @@ def test_logprobs_of_targets_come_back_in_their_shape() -> None:
 
 
 def frozen(group: TrainGroup) -> TrainGroup:
-    group.plan = evolve(group.plan, objective=None)
+    group.role_plan = evolve(group.role_plan, objective=None)
     return group
 
 
@@ -317,7 +317,7 @@ def test_gradients_are_summed_and_outputs_are_columns() -> None:
     assert found.outputs[Output.LOGPROBS].tolist() == np.where(passed, batch.tokens, 0).tolist()
     ((verb, *given),) = processes.calls
     assert verb == "forward_backward" and [each[2:] for each in given] == [(LOSS, LOGPROBS, False)] * 2
-    assert [read_by(each) for each in given] == [read_by((batch, PART.share_of(rank))) for rank in range(2)]
+    assert [read_by(each) for each in given] == [read_by((batch, PART.shard_of(rank))) for rank in range(2)]
 
     group, processes = group_with(forward_backward=[evolve(each, outputs=None) for each in results])
     assert group.forward_backward(batch, PART, LOSS, last=True).result().outputs == {}
@@ -393,7 +393,7 @@ def test_outputs_come_from_output_ranks_in_every_layout(layouts: list[ParallelLa
     first = layouts.index(next(at for at in layouts if not at.outputs))
     results[first] = result_of(batch, *shares[layouts[first].dp_rank])
     group, processes = group_with(*layouts, forward=results)
-    with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times, expected exactly once"):
+    with pytest.raises(ContractError, match="forward returned row [0-3] 2 times, expected exactly once"):
         group.forward(batch, LOGPROBS).result()
     assert processes.killed
 
@@ -418,12 +418,12 @@ def test_a_node_gets_the_samples_of_its_dp_ranks(layouts: list[ParallelLayout], 
     dp_size = layouts[0].dp_size
     group, processes = group_with(*layouts, train=[TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)] * 4)
     processes.nodes = nodes
-    both, plan = share(batch), training_plan(batch, dp_size)
+    both, plan = StoredBatch(batch), training_plan(batch, dp_size)
     group.train(both, plan, LOSS, STEP).result()
     group.train(both, plan, LOSS, STEP).result()
     (_, *first), (_, *second) = processes.calls
     for at, node, given, again in zip(layouts, nodes, first, second, strict=True):
-        assert read_by(given) == read_by((batch, plan.share_of(at.dp_rank)))
+        assert read_by(given) == read_by((batch, plan.shard_of(at.dp_rank)))
         assert again[0] is given[0]  # put once
         beside = {other.dp_rank for other, where in zip(layouts, nodes, strict=True) if where == node}
         wanted = range(8) if len(set(nodes)) == 1 else plan.rows(beside).tolist()
@@ -447,12 +447,12 @@ def test_a_forward_pass_gets_only_columns_it_reads() -> None:
 
 def test_an_engine_has_weights_if_every_sender_says_so() -> None:
     results = [
-        UpdateResult(version=3, bytes=10, seconds=0.5, engines={"engine-0": "", "engine-1": ""}),
-        UpdateResult(version=3, bytes=20, seconds=0.25, engines={"engine-0": "", "engine-1": "gone"}),
+        UpdateResult(bytes=10, seconds=0.5, engines={"engine-0": "", "engine-1": ""}),
+        UpdateResult(bytes=20, seconds=0.25, engines={"engine-0": "", "engine-1": "gone"}),
     ]
     for answers in (results, results[::-1]):
         update = group_with(update_weights=answers)[0].update_weights(ADDRESS, 3).result()
-        assert update == UpdateResult(version=3, bytes=30, seconds=0.5, engines={"engine-0": "", "engine-1": "gone"})
+        assert update == UpdateResult(bytes=30, seconds=0.5, engines={"engine-0": "", "engine-1": "gone"})
 
 
 def test_a_save_is_done_when_every_rank_is() -> None:
@@ -564,6 +564,8 @@ class Starting(Answers):
 
     resumed: Sequence[str] = ()
     moments: Sequence[bool] = ()
+    slots: Any = ()
+    watching: Watching | None = None
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         self.resumed = [assignment.config.resume for (assignment,) in arguments]
@@ -577,8 +579,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RolePlan, Any, Starti
     found: list[tuple[RolePlan, Any, Starting]] = []
 
     def start(plan: RolePlan, slots: Any, watching: Watching | None) -> Starting:
-        found.append((plan, slots, Starting(init=INIT)))
-        return found[-1][2]
+        new = Starting(init=INIT)
+        new.slots = slots
+        found.append((plan, slots, new))
+        return new
 
     monkeypatch.setattr(group_module, "_processes", start)
     return found
@@ -675,7 +679,7 @@ def test_groups_share_the_ray_of_their_process(shared_ray: None, tmp_path: Path)
             assert first.tolist() == second.tolist() and first[1] < 0.0
             (plan,) = one.plan_steps(batch, seed=0)
             columns = dict.fromkeys(("advantages", "old_logprobs", "rollout_logprobs"), np.ones(5, np.float32))
-            trained = one.train(batch.with_columns(**columns), plan, one.plan.objective.loss, begin).result()
+            trained = one.train(batch.with_columns(**columns), plan, one.role_plan.objective.loss, begin).result()
             assert trained.applied
             one.save(str(tmp_path / "part"), after).result()
             with TrainGroup.start(ALONE, resume=str(tmp_path / "part")) as again:

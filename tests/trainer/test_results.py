@@ -25,10 +25,10 @@ def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
 @pytest.mark.parametrize(
     ("chosen", "once", "said"),
     [
-        ([(0, 1)], None, "forward returned sample 2 0 times, expected exactly once"),
-        ([(0, 1), (2, 1)], None, "forward returned sample 1 2 times, expected exactly once"),
-        ([(0, 0, 1, 2)], None, "forward returned sample 0 2 times, expected exactly once"),
-        ([(0, 1), (2,)], [0, 2], "forward returned sample 1 1 times, expected never, as it is not in the plan"),
+        ([(0, 1)], None, "forward returned row 2 0 times, expected exactly once"),
+        ([(0, 1), (2, 1)], None, "forward returned row 1 2 times, expected exactly once"),
+        ([(0, 0, 1, 2)], None, "forward returned row 0 2 times, expected exactly once"),
+        ([(0, 1), (2,)], [0, 2], "forward returned row 1 1 times, expected never, as it is not in the plan"),
     ],
 )
 def test_a_missing_repeated_or_foreign_sample_is_an_error(
@@ -73,7 +73,7 @@ def test_disagreement_on_an_outputs_shape_is_an_error(other: dict[str, Any], sai
 
 def test_a_sample_of_another_length_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), offsets=np.array([0, 2, 5]))
-    with pytest.raises(ContractError, match=r"^actor: forward returned samples whose lengths differ from the batch$"):
+    with pytest.raises(ContractError, match=r"^actor: forward returned rows whose lengths differ from the batch$"):
         assemble_columns([result], LOGPROBS, batch_of(3, 2), role="actor")
 
 
@@ -94,5 +94,5 @@ def test_a_missing_or_short_output_is_an_error(outputs: dict[Output, FloatArray]
 
 def test_a_sample_that_was_never_given_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), rows=np.array([0, 7]))
-    with pytest.raises(ContractError, match=r"^actor: forward returned samples outside its batch of 2$"):
+    with pytest.raises(ContractError, match=r"^actor: forward returned rows outside its batch of 2$"):
         assemble_columns([result], LOGPROBS, batch_of(3, 2), role="actor")

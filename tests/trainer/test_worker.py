@@ -29,7 +29,7 @@ from corerl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
-from corerl.data.packing import StepShare, plan_forward, plan_steps
+from corerl.data.packing import StepShard, plan_forward, plan_steps
 from corerl.errors import (
     ConfigError,
     HookFailed,
@@ -107,7 +107,7 @@ def worker(assignment: Assignment) -> Iterator[Worker]:
     worker.shutdown("finished")
 
 
-def training_share(batch: SampleBatch) -> StepShare:
+def training_shard(batch: SampleBatch) -> StepShard:
     (plan,) = plan_steps(
         batch,
         ParallelLayout.data_parallel(rank=0, world_size=1),
@@ -116,13 +116,13 @@ def training_share(batch: SampleBatch) -> StepShare:
         max_tokens=32,
         seed=0,
     )
-    return plan.share_of(0)
+    return plan.shard_of(0)
 
 
 def logprobs(worker: Worker, batch: SampleBatch, snapshot: str = "") -> FloatArray:
     """[N] in the batch's order."""
     plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
-    result = worker.forward(batch, plan.share_of(0), (Output.LOGPROBS,), snapshot)
+    result = worker.forward(batch, plan.shard_of(0), (Output.LOGPROBS,), snapshot)
     column = np.zeros(len(batch.tokens), dtype=np.float32)
     for sample, values in zip(
         result.rows, np.split(result.outputs[Output.LOGPROBS], result.offsets[1:-1]), strict=True
@@ -132,7 +132,7 @@ def logprobs(worker: Worker, batch: SampleBatch, snapshot: str = "") -> FloatArr
 
 
 def train(worker: Worker, batch: SampleBatch, number: int = 0) -> TrainResult:
-    return worker.train(batch, training_share(batch), LOSS, evolve(STEP, optimizer_step=number))
+    return worker.train(batch, training_shard(batch), LOSS, evolve(STEP, optimizer_step=number))
 
 
 # ---- experts that are told -------------------------------------------------------------------------------------------
@@ -147,10 +147,10 @@ def test_a_backend_without_replay_refuses_experts(config: Config) -> None:
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
     plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
     for verb in (
-        lambda: worker.forward(batch, plan.share_of(0), (Output.ROUTED_EXPERTS,)),
-        lambda: worker.forward(told, plan.share_of(0), (Output.LOGPROBS,), replay=True),
+        lambda: worker.forward(batch, plan.shard_of(0), (Output.ROUTED_EXPERTS,)),
+        lambda: worker.forward(told, plan.shard_of(0), (Output.LOGPROBS,), replay=True),
         lambda: train(worker, told),
-        lambda: worker.forward_backward(told, training_share(told), LOSS, (), False),
+        lambda: worker.forward_backward(told, training_shard(told), LOSS, (), False),
     ):
         with pytest.raises(Unsupported, match="with 'routed_experts' requires 'routing-replay', which the backend"):
             verb()
@@ -170,7 +170,7 @@ def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     for samples in (batch, told):
         worker = Worker(assignment)
         worker.init("127.0.0.1", 0)
-        results.append(worker.train(samples, training_share(samples), loss, STEP))
+        results.append(worker.train(samples, training_shard(samples), loss, STEP))
         worker.shutdown("finished")
     assert results[0] == results[1]
 
@@ -203,7 +203,7 @@ def test_a_traced_rank_has_a_span_per_micro_batch(
     backend: Any = traced.backend
     monkeypatch.setattr(backend, "outputs", logged(backend.outputs, "forward", shown))
     monkeypatch.setattr(backend.optimizer, "step", logged(backend.optimizer.step, "step", shown))
-    count = len(training_share(batch).filler)
+    count = len(training_shard(batch).filler)
     assert count > 1
     assert train(traced, batch) == train(worker, batch)
     one = ["> micro-batch", "forward", "< micro-batch"]
@@ -212,7 +212,7 @@ def test_a_traced_rank_has_a_span_per_micro_batch(
     assert np.array_equal(logprobs(traced, batch), logprobs(worker, batch))
     assert shown.log == [*one * count, "> results", "< results"]
     shown.log.clear()
-    traced.forward_backward(batch, training_share(batch), LOSS, (), True)
+    traced.forward_backward(batch, training_shard(batch), LOSS, (), True)
     assert shown.log == [*one * count, "> results", "< results"]
 
 
@@ -296,7 +296,7 @@ def test_metrics_of_several_calls_are_merged_and_scaled(worker: Worker, monkeypa
     monkeypatch.setattr(worker.host, "forward_backward", forward_backward)
     monkeypatch.setattr(worker.host, "optimizer_step", optimizer_step)
     batch = make_samples(1)
-    share = training_share(batch)
+    share = training_shard(batch)
     assert worker.forward_backward(batch, share, LOSS, (Output.ENTROPY,), False) == prepared[0]
     assert worker.forward_backward(batch, share, LOSS, (), True) == prepared[1]
     assert worker.optimizer_step(STEP, 0.25) == TrainResult(
@@ -336,7 +336,7 @@ def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, mo
         result = worker.update_weights(address, 1)
         received = receiving.result()
         assert result.engines == {}
-        assert (result.version, result.bytes) == (1, sum(tensor.nbytes for tensor in weights.values()))
+        assert result.bytes == sum(tensor.nbytes for tensor in weights.values())
         assert received.keys() == weights.keys()
         assert all(torch.equal(received[name], weights[name]) for name in weights)
 

@@ -41,7 +41,7 @@ def free_port() -> int:
 def address_of(transport: str, *engines: str, path: Path = Path(), **parts: Any) -> Address:
     given: dict[str, Any] = {
         "timeout": 20.0,
-        "senders": (0,) * len(engines),
+        "colocated_ranks": (0,) * len(engines),
         "host": "127.0.0.1",
         "port": free_port(),
         **parts,
@@ -118,7 +118,7 @@ def push(
     sending = GuardedSender(sender, verify=False)
     sending.open(manifest, version)
     for bucket in manifest.buckets:
-        if sending.sender_of(bucket) in (None, rank):
+        if sending.sending_rank(bucket) in (None, rank):
             flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
             room = sending.acquire_buffer(flat.numel(), flat.dtype)
             sending.send(bucket, flat if room is None else room.copy_(flat))

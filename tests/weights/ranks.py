@@ -164,7 +164,7 @@ def gathered(
                 )
     return {
         "order": [name for name, _ in plan.shapes],
-        "senders": plan.senders,
+        "stage_ranks": plan.stage_ranks,
         "buckets": len(manifest.buckets),
         "received": received,
         "right": right,

@@ -51,13 +51,13 @@ def test_all_ranks_order_tensors_by_first_appearance(reports: list[dict[str, Any
 
 def test_a_pipeline_stage_has_a_sender_of_its_own(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert report["staged to all"]["senders"] == {"embed": 0, "q": 0, "head": 0, "norm": 1, "scale": 1}
+        assert report["staged to all"]["stage_ranks"] == {"embed": 0, "q": 0, "head": 0, "norm": 1, "scale": 1}
         for scenario in ("sharded to all", "copied to all"):
-            assert set(report[scenario]["senders"].values()) == {0}
+            assert set(report[scenario]["stage_ranks"].values()) == {0}
 
 
 @pytest.mark.parametrize(
-    ("held", "senders"),
+    ("held", "stage_ranks"),
     [
         ([{"a"}, {"a"}, {"b"}, {"b"}], {"a": 0, "b": 2}),  # two stages, split over two ranks each
         ([{"n", "x"}, {"n", "y"}, {"m", "z"}], {"n": 0, "x": 0, "y": 0, "m": 2, "z": 2}),  # experts x, y and z
@@ -68,8 +68,8 @@ def test_a_pipeline_stage_has_a_sender_of_its_own(reports: list[dict[str, Any]])
         ([set()], {}),
     ],
 )
-def test_ranks_that_share_a_tensor_are_of_one_stage(held: list[set[str]], senders: dict[str, int]) -> None:
-    assert first_of_stages(held) == senders
+def test_ranks_that_share_a_tensor_are_of_one_stage(held: list[set[str]], stage_ranks: dict[str, int]) -> None:
+    assert first_of_stages(held) == stage_ranks
 
 
 def test_no_allocation_is_larger_than_two_buckets(reports: list[dict[str, Any]]) -> None:

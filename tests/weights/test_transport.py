@@ -17,7 +17,7 @@ class Elsewhere(InProcessSender):
         super().__init__(lambda _: None)
         self.senders, self.rank = senders, rank
 
-    def sender_of(self, bucket: Bucket) -> int | None:
+    def sending_rank(self, bucket: Bucket) -> int | None:
         return self.senders[bucket.index]
 
 
@@ -32,7 +32,7 @@ def test_each_tensor_is_summed_on_one_rank(senders: list[int | None], summed: li
         sender = GuardedSender(Elsewhere(senders, rank), verify=True)
         sender.open(manifest, 1)
         for bucket in manifest.buckets:
-            if sender.sender_of(bucket) in (None, rank):
+            if sender.sending_rank(bucket) in (None, rank):
                 sender.send(bucket, torch.ones(3))
         found.append("".join(sender.sums))
     assert found == summed

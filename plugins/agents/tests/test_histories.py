@@ -23,7 +23,7 @@ from corerl.models import load_tokenizer
 from corerl.rollout import Rollout, ScoredRollout
 from corerl_agents.episodes import Episode
 from corerl_agents.script import scripted
-from corerl_testing import exact_share, read_rollout, write_rollout
+from corerl_testing import exact_fraction, read_rollout, write_rollout
 from plugins.agents.tests.clients import connected, post
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
 from tests.end_to_end.command import metrics
@@ -336,7 +336,7 @@ def test_rows_of_an_episode_stay_together_everywhere(play: Play, tmp_path: Path)
     assert [sample.reward for sample in taken.shown()] == [4, 0]
     final = [rollout.texts[row] for row in np.flatnonzero(rollout.batch.row_columns["final"])]
     assert [sample.response for sample in scored.samples()] == final
-    assert exact_share(rollout) == sum(text == "12" for text in final) / 6
+    assert exact_fraction(rollout) == sum(text == "12" for text in final) / 6
     read = read_rollout(write_rollout(tmp_path, scored))
     assert_equal(read.rollout, rollout)
 

@@ -59,13 +59,15 @@ def recorded_ranks(case: Case) -> dict[str, int]:
 
 
 def on_gpus(plan: Plan, transport: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """The plan, and those of other sizes, as if for GPUs whose senders are beside the engines."""
+    """The plan, and those of other sizes, as if for GPUs with ranks and engines on them."""
 
     def told(found: Plan) -> Plan:
         places = found.processes.placement.places
         beside = tuple(places["actor"].index(place) for place in places["engines"] if place in places["actor"])
-        senders = beside if len(beside) == len(places["engines"]) else ()
-        return evolve(found, processes=evolve(found.processes, device="cuda", senders=senders, transport=transport))
+        ranks = beside if len(beside) == len(places["engines"]) else ()
+        return evolve(
+            found, processes=evolve(found.processes, device="cuda", colocated_ranks=ranks, transport=transport)
+        )
 
     resized = sizes.resized
     monkeypatch.setattr(sizes, "resized", lambda plan, overrides: told(resized(plan, overrides)))

@@ -109,7 +109,7 @@ def test_engines_that_do_not_start_leave_all_as_it_was(tmp_path: Path) -> None:
 
 def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = wide(tmp_path, "ipc", monkeypatch)
-    assert case.groups.plan.processes.senders == (0, 2)
+    assert case.groups.plan.processes.colocated_ranks == (0, 2)
 
     def arrange(placement: object, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         slots = case.pool.slots
@@ -117,7 +117,7 @@ def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path, mo
 
     case.groups.pool.arrange = arrange  # type: ignore[method-assign]  # as ResourcePool does it
     case.change("rollout.replicas=4")
-    assert case.groups.update_address().senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
+    assert case.groups.update_address().colocated_ranks == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 
 
 def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

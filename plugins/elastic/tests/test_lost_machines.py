@@ -43,9 +43,9 @@ def test_a_lost_machine_is_replaced_or_the_group_shrinks(tmp_path: Path) -> None
             assert command.finish() == 0, command.err
             command.assert_nothing_is_left()
     assert re.findall(r"restarting all ranks from (.*)|note: actor: (.*)", command.out) == [
-        ("checkpoint step 2; replaying step 2", ""),
+        ("the checkpoint after 2 steps; replaying step 2", ""),
         ("", f"2 ranks of {NAME} (dp 2) -> 1 rank of {NAME} (dp 1)"),
-        ("checkpoint step 4", ""),
+        ("the checkpoint after 4 steps", ""),
     ]
     (undisturbed := tmp_path / "undisturbed").mkdir()
     arguments[1:3] = [write_small(undisturbed), f"run.dir={undisturbed}/run"]

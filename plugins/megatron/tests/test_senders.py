@@ -45,10 +45,10 @@ def test_each_stage_sends_its_own_tensors(runs: Runs, monkeypatch: pytest.Monkey
     )
     pool = runs.rank_sets[2]
     manifest, other = pool.run(manifest_of, setup)
-    assert manifest == other and manifest.senders == (0, 1)
+    assert manifest == other and manifest.stage_ranks == (0, 1)
     head = next(bucket for bucket in manifest.buckets if "lm_head.weight" in [each.name for each in bucket.entries])
     embedding = next(each for each in manifest.buckets if "embed_tokens" in each.entries[0].name)
-    assert (embedding.sender, head.sender) == (0, 1)
+    assert (embedding.stage_rank, head.stage_rank) == (0, 1)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -79,4 +79,4 @@ def batch(**spoiled: Mapping[int, float]) -> PackedBatch:
         filler=((False, False),),
         scales=np.full(3, 1 / mask.sum(), dtype=np.float32),
     )
-    return pack(samples, plan.share_of(0), sequence_multiple=1)
+    return pack(samples, plan.shard_of(0), sequence_multiple=1)

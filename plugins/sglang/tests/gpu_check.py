@@ -231,7 +231,7 @@ def push(
         listen_fd=listening.detach(),
         path=str(OUT / "weights"),
         token=uuid.uuid4().hex,
-        senders=tuple(range(ranks)) if transport == "ipc" else (),
+        colocated_ranks=tuple(range(ranks)) if transport == "ipc" else (),
         device=device,
         timeout=120.0,
     )

@@ -177,16 +177,16 @@ def test_losses_gradients_and_logprobs_are_those_of_torch(wanted: Pass, served: 
 
 def test_a_backend_without_targets_trains_on_next_tokens(served: Served, policy: ServedPolicy) -> None:
     group = served.engines.group
-    own, lacks = group.plan, {**group.plan.backend.spec.capabilities}
+    own, lacks = group.role_plan, {**group.role_plan.backend.spec.capabilities}
     del lacks[Capability.TARGETS]
-    group.plan = evolve(own, backend=evolve(own.backend, spec=evolve(own.backend.spec, capabilities=lacks)))
+    group.role_plan = evolve(own, backend=evolve(own.backend, spec=evolve(own.backend.spec, capabilities=lacks)))
     try:
         for forward_only in (True, False):
             with pytest.raises(UserError, match="forward.* with the column 'targets' requires 'targets', which"):
                 run(policy, evolve(of_several(), forward_only=forward_only))
         assert train(policy, 2)[0] > 0
     finally:
-        group.plan = own
+        group.role_plan = own
 
 
 @pytest.mark.parametrize("wanted", PASSES.values(), ids=PASSES.keys())

@@ -22,7 +22,7 @@ from plugins.tinker.tests.served import (
     serving,
     train,
 )
-from tests.driver.fakes import sharing
+from tests.driver.fakes import colocated
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_push_on_shared_devices_waits_for_all_samples(served: Served, monkeypa
     engines = served.engines
     shared: Any = {"actor": engines.group}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "residency", sharing(shared, passed=["actor"], fleet=engines.fleet))  # type: ignore[arg-type]
+        patch.setattr(engines, "residency", colocated(shared, passed=["actor"], fleet=engines.fleet))  # type: ignore[arg-type]
         engines.fleet.sleep()
         old = publish(served)
         expected = served.draw(asked(old, seed=5))

@@ -88,7 +88,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, 
     served = engine(TIED)
     tensors = hf_tensors(model, tmp_path_factory.mktemp("hf"))
     (received,) = update([served], tensors, version=3, path=tmp_path_factory.mktemp("w"))
-    assert received.error == "" and received.version == 3
+    assert received.error == ""
     return served, model
 
 

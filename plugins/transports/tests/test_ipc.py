@@ -58,7 +58,7 @@ def test_one_bucket_is_gathered_while_the_previous_one_loads(pair: Any) -> None:
     assert not filled.acquire(timeout=0.3)  # the engine has loaded neither: both buffers are taken
     go.release(len(FOUR.buckets))
     gathering.join()
-    assert sender.finish() == {} and received.result() == sender.sent == 64
+    assert sender.finish() == {} and received.result() == sender.bytes_sent == 64
     assert seen == [[float(index)] * 4 for index in range(4)]  # each as it was sent, though two share memory
     assert places[0] == places[2] != places[1] == places[3]
 
@@ -74,14 +74,14 @@ def test_an_update_in_larger_buckets_than_the_last_arrives(pair: Any) -> None:
 
 
 def test_each_rank_sends_to_its_own_receivers() -> None:
-    address = address_of("ipc", "a", "a", "b", senders=(0, 1, 1))
+    address = address_of("ipc", "a", "a", "b", colocated_ranks=(0, 1, 1))
     senders = [open_sender(address, rank=rank) for rank in range(3)]
     engines = [Engine(index) for index in range(3)]
-    assert {sender.sender_of(bucket) for sender in senders for bucket in MANIFEST.buckets} == {None}
+    assert {sender.sending_rank(bucket) for sender in senders for bucket in MANIFEST.buckets} == {None}
     received = [engine.take(address, 1, load=no_room if index == 1 else None) for index, engine in enumerate(engines)]
     failed = [push(sender, address, weights(1), 1, rank=rank) for rank, sender in enumerate(senders)]
     closed = "closed its connection: its process ended, or it could not load the weights"
-    assert failed == [{}, {"a": closed}, {}] and senders[2].sent == 0
+    assert failed == [{}, {"a": closed}, {}] and senders[2].bytes_sent == 0
     assert [each.exception() is None for each in received] == [True, False, True]
     assert same(engines[0].loaded, weights(1)) and same(engines[2].loaded, weights(1))
     for end in (*senders, *engines):
@@ -123,6 +123,6 @@ def test_processes_of_other_users_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_missing_sender_is_named_within_the_timeout() -> None:
-    receiver = IpcReceiver(address_of("ipc", "e", senders=(3,), timeout=0.2), 0)
+    receiver = IpcReceiver(address_of("ipc", "e", colocated_ranks=(3,), timeout=0.2), 0)
     with pytest.raises(WeightUpdateError, match="trainer rank 3 did not start listening within 0.2 s"):
         next(iter(receiver.buckets(FOUR, 1)))

@@ -210,7 +210,7 @@ def test_engines_notice_a_sender_that_fails(
 # ---- collective ------------------------------------------------------------------------------------------------------
 
 STAGES = {"embed": 0, "norm": 2, "layers.0.q": 2, "scale": 0}  # as of a pipeline of two stages, two ranks each
-STAGED = build_manifest(SHAPES, dtype="float32", bucket_bytes=200, senders=STAGES)
+STAGED = build_manifest(SHAPES, dtype="float32", bucket_bytes=200, stage_ranks=STAGES)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ class PPO(Algorithm):
         clip = {"clip_low": options.clip_low, "clip_high": options.clip_high, "dual_clip": options.dual_clip}
         clip_values = {"value_clip": options.value_clip}
         return {
-            ACTOR: Objective(loss=LossSpec(name="clipped", params=clip), first_step=options.warmup_steps),
+            ACTOR: Objective(loss=LossSpec(name="clipped", params=clip), trained_from=options.warmup_steps),
             # For values every token counts the same; how a policy's tokens are weighted is a choice.
             CRITIC: Objective(
                 loss=LossSpec(name="value", params=clip_values, outputs=(Output.VALUES,)), aggregation="token-mean"

@@ -45,7 +45,7 @@ class DeltaSender(DiskSender):
         super().open(manifest, version)
         if manifest.digest != self._kept_digest:
             self._kept, self._kept_digest = {}, manifest.digest
-        self._changes, self.sent = [], 0
+        self._changes, self.bytes_sent = [], 0
 
     def transmit(self, bucket: Bucket, flat: torch.Tensor, directory: Path) -> None:
         before = self._kept.get(bucket.index)
@@ -55,7 +55,7 @@ class DeltaSender(DiskSender):
         else:
             (directory / _changes_file(bucket.index)).write_bytes(data)
             self._changes.append(bucket.index)
-        self.sent = (self.sent or 0) + (flat.nbytes if data is None else len(data))
+        self.bytes_sent = (self.bytes_sent or 0) + (flat.nbytes if data is None else len(data))
         self._kept[bucket.index] = flat.clone() if before is None else before.copy_(flat)
 
     def content(self) -> Mapping[str, Any]:

@@ -199,10 +199,10 @@ def without_adapters(model: RoleModel) -> Iterator[str]:
     left_out = [name for name, param in fused.items() if id(param) not in adapted]
     if left_out:
         covered = sum(param.numel() for param in parameters.values() if id(param) in adapted and param.dim() > 1)
-        share = covered / sum(param.numel() for param in parameters.values())
+        fraction = covered / sum(param.numel() for param in parameters.values())
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in left_out))
         yield (
-            f"{model.lora_table}: adapters cover {share:.2%} of the weights: {len(left_out)} fused tensors of experts "
+            f"{model.lora_table}: adapters cover {fraction:.2%} of the weights: {len(left_out)} fused tensors of experts "
             f"({names}) get none; the target {EXPERTS!r} may give them adapters (docs/lora.md)"
         )
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from attrs import evolve
 
 from corerl.cluster import Slot
-from corerl.driver import Groups, with_devices, with_senders
+from corerl.driver import RunGroups, with_colocated_ranks, with_devices
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError
 from corerl.plan import ENGINES, REST, Plan
 from corerl_elastic import sizes
 
 
-def sizes_of(run: Groups) -> dict[str, int]:
+def sizes_of(run: RunGroups) -> dict[str, int]:
     """Ranks by role, and replicas, under the names of their settings."""
     found = {f"roles.{name}.ranks": len(role.assignments) for name, role in run.plan.processes.roles.items()}
     if run.plan.processes.engine is not None:
@@ -26,7 +26,7 @@ def sizes_of(run: Groups) -> dict[str, int]:
 # ---- between two steps -----------------------------------------------------------------------------------------------
 
 
-def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
+def resize(run: RunGroups, overrides: Sequence[str]) -> list[str]:
     """In `between_steps`: let ranks and engines be as overrides of the config say, such as "roles.actor.ranks=4";
     returns a line for each group that has changed, which is also a notice. If ranks change, all roles restart from a
     checkpoint of this step.
@@ -48,7 +48,7 @@ def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
         staying[ENGINES] = min(replicas)
     try:
         slots = _arranged(run, plan, staying)
-        with_senders(plan.processes, slots)  # raises before anything ends
+        with_colocated_ranks(plan.processes, slots)  # raises before anything ends
         checkpoint = run.save() if restarts else None
         try:
             _become(run, plan, slots, checkpoint)
@@ -57,7 +57,7 @@ def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
             if isinstance(error, UserError | ResizeFailed):
                 raise
             raise ResizeFailed(f"{error.message}; all groups are as before") from error
-        run.follow(plan, slots)
+        run.follow(plan)
     finally:
         run.pool.take({})  # gives back what was reserved for processes that have ended, or did not come
     seconds = time.monotonic() - began
@@ -67,14 +67,14 @@ def resize(run: Groups, overrides: Sequence[str]) -> list[str]:
     return lines
 
 
-def _arranged(run: Groups, plan: Plan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
+def _arranged(run: RunGroups, plan: Plan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
     try:
         return run.pool.arrange(plan.processes.placement, staying)
     except CorerlError as error:  # no room, a machine that does not fit, or a GPU that does not answer
         raise ResizeFailed(error.message) from error
 
 
-def _become(run: Groups, plan: Plan, slots: Mapping[str, Sequence[Slot]], checkpoint: Path | None) -> None:
+def _become(run: RunGroups, plan: Plan, slots: Mapping[str, Sequence[Slot]], checkpoint: Path | None) -> None:
     """Engines that are too many end first and missing ones start last: so devices can pass from one side to the other.
     In between all ranks restart from the checkpoint, if there is one."""
     with run.progress.phase("resize"):
@@ -92,7 +92,7 @@ def _become(run: Groups, plan: Plan, slots: Mapping[str, Sequence[Slot]], checkp
     run.plan = plan
 
 
-def _resize_engines(run: Groups, plan: Plan, slots: Mapping[str, Sequence[Slot]], *, smaller: bool) -> None:
+def _resize_engines(run: RunGroups, plan: Plan, slots: Mapping[str, Sequence[Slot]], *, smaller: bool) -> None:
     engine = plan.processes.engine
     if run.fleet is None or engine is None:
         return
@@ -110,16 +110,16 @@ def _resize_engines(run: Groups, plan: Plan, slots: Mapping[str, Sequence[Slot]]
 # ---- where processes have ended --------------------------------------------------------------------------------------
 
 
-def restart_by(run: Groups, plan: Plan, *, staying: Sequence[str]) -> None:
+def restart_by(run: RunGroups, plan: Plan, *, staying: Sequence[str]) -> None:
     """In `ranks_failed`: let what is about to start do so by this plan, on the devices that are left; roles that are
     `staying` go on. A notice says which sizes have changed. Raises CorerlError if there is no place for a group."""
     before = run.plan
     _require_same_surroundings(before, plan)
     engines = [ENGINES] if run.fleet is not None else []
     found = run.pool.replace_lost(plan.processes.placement, [*staying, *engines])
-    with_senders(plan.processes, found)  # raises before anything is taken
+    with_colocated_ranks(plan.processes, found)  # raises before anything is taken
     run.pool.take(found)
-    run.follow(plan, found)
+    run.follow(plan)
     run.seat_engines()
     for line in _changes(before, plan):
         run.notice(line)

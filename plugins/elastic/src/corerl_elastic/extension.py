@@ -7,7 +7,7 @@ from pathlib import Path
 
 from corerl.algorithms import ACTOR
 from corerl.config import imported
-from corerl.driver import Groups
+from corerl.driver import RunGroups
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
 from corerl.plan import ENGINES, PlanReady
@@ -51,7 +51,7 @@ class Elastic:
 
     # ---- between steps ----------------------------------------------------------------------------------------------
 
-    def between_steps(self, run: Groups) -> None:
+    def between_steps(self, run: RunGroups) -> None:
         """Resize the groups if `corerl scale` or the scaler asks for it. A rejected resize is a notice."""
         self._count_steps(run)
         try:
@@ -75,7 +75,7 @@ class Elastic:
         if self._scaling is not None:
             self._ask(run, self._scaling)
 
-    def _ask(self, run: Groups, scaling: Scaling) -> None:
+    def _ask(self, run: RunGroups, scaling: Scaling) -> None:
         try:
             devices = devices_of(run)
         except CorerlError as error:
@@ -90,7 +90,7 @@ class Elastic:
         if wanted and tried(run, wanted, []):
             scaling.refused(wanted, devices)
 
-    def _count_steps(self, run: Groups) -> None:
+    def _count_steps(self, run: RunGroups) -> None:
         """Let the scaler's statistics have the steps since the last call, at whose end the sizes were these."""
         metrics, self._metrics = self._metrics, []
         if self._scaling is not None:
@@ -99,7 +99,7 @@ class Elastic:
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
-    def ranks_failed(self, run: Groups, failure: ProcessFailure) -> None:
+    def ranks_failed(self, run: RunGroups, failure: ProcessFailure) -> None:
         """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
         smaller groups, on the devices that are left. Ranks that live stay; they are ended, and WorkerDied says so, if
         they are to make room for engines. Raises InsufficientResources if a group cannot be
@@ -129,13 +129,13 @@ class Elastic:
             raise InsufficientResources("; ".join([error.message, *silent])) from error
 
 
-def devices_of(run: Groups) -> Devices:
+def devices_of(run: RunGroups) -> Devices:
     """Raises CorerlError if Ray does not tell."""
     reserved, unused, free = run.pool.count(run.plan.processes.placement.bundle)
     return Devices(reserved=reserved, unused=unused, free=free)
 
 
-def tried(run: Groups, overrides: Sequence[str], changed: list[str]) -> str:
+def tried(run: RunGroups, overrides: Sequence[str], changed: list[str]) -> str:
     """Resize the groups; adds a line to `changed` for each that has changed. Returns why that was rejected, "" if it
     was not."""
     try:

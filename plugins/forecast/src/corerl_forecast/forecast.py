@@ -80,7 +80,7 @@ class Forecaster:
         stages = [self._training(role, known) for role in known if role in self.plan.algorithm.objectives]
         passing = dict.fromkeys(each.role for each in self.plan.algorithm.passes)
         stages += [self._passing(role, known) for role in passing if role in known]
-        if ACTOR in known and self.plan.config.run.has_engines and ACTOR in self.plan.processes.sharing:
+        if ACTOR in known and self.plan.config.run.has_engines and ACTOR in self.plan.processes.colocated_roles:
             stages.append(self._updating(known))
         return Forecast(
             stages={stage.stage: stage for stage in stages},
@@ -165,13 +165,13 @@ class Forecaster:
         return StageMemory(stage=train_stage(role), parts={**parts, **self._beside(role, known)})
 
     def _passing(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
-        memory, sharing = known[role], self.plan.processes.sharing
-        held = {PARAM: memory.rank.kinds[PARAM]} if role in sharing else _between_steps(memory)
+        memory, colocated = known[role], self.plan.processes.colocated_roles
+        held = {PARAM: memory.rank.kinds[PARAM]} if role in colocated else _between_steps(memory)
         parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
         parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
-        if role in sharing:  # what takes turns passes at the same time
+        if role in colocated:  # what takes turns passes at the same time
             others = {each.role for each in self.plan.algorithm.passes if each.role != role}
-            for each in sorted(others & known.keys() & {*sharing}):
+            for each in sorted(others & known.keys() & {*colocated}):
                 parts[f"the {each} as it passes"] = known[each].passing
         return StageMemory(stage=_passing(role), parts={**parts, **self._beside(role, known)})
 
@@ -196,7 +196,7 @@ class Forecaster:
         engine = config.run.has_engines and config.cluster.placement == "colocated"
         others = [each for each in together if each != role and each in known]
         parts: dict[str, int] = {}
-        if role not in self.plan.processes.sharing:
+        if role not in self.plan.processes.colocated_roles:
             parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
             if engine and role not in own:
                 parts["the engine's weights"] = self._engine

@@ -61,8 +61,9 @@ def _with_lengths_marked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 _mark(each)
             elif isinstance(each, PackedSequences):
                 _mark(each.cu_seqlens)
-                if (shared := each.prefixes) is not None:
-                    for lengths in (shared.sequences.cu_seqlens, shared.place, shared.copies, shared.first_copy):
+                if (prefixes := each.prefixes) is not None:
+                    whole = prefixes.sequences.cu_seqlens
+                    for lengths in (whole, prefixes.place, prefixes.copies, prefixes.first_copy):
                         _mark(lengths)
         return forward(*args, **kwargs)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from corerl.rollout.recorded import saved_rollouts as saved_rollouts
     from corerl.rollout.recorded import write_rollout as write_rollout
     from corerl.rollout.sampler import Generate as Generate
-    from corerl.rollout.scored import exact_share as exact_share
+    from corerl.rollout.scored import exact_fraction as exact_fraction
     from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches
     from corerl.trainer.worker import Worker as Worker
     from corerl.weights.checksums import difference as difference

@@ -18,6 +18,7 @@ import torch
 from attrs import field, frozen
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from corerl.backend.primitives import SAVED
 from corerl.checkpoint import CheckpointSource
 from corerl.types import (
     TARGETS,
@@ -47,7 +48,6 @@ from corerl_testing.tolerances import (
 T = TypeVar("T")
 Tensors = dict[str, Array]  # whole tensors by HF name
 
-SAVED = ("master", "exp_avg", "exp_avg_sq")
 CLOSE = 1e-3  # relative: what is further apart than by rounding, of gradients and of weights after one step
 
 
@@ -311,7 +311,7 @@ def _moments_of(state: Mapping[str, Tensors], checkpoint: str) -> str:
     if empty:
         return f"; right after the resume local_state gives {' and '.join(empty)} as zeros"
     if checkpoint:
-        saved = {key: saved_tensors(CheckpointSource(checkpoint, key)) for key in SAVED[1:]}
+        saved = {key.value: saved_tensors(CheckpointSource(checkpoint, key)) for key in SAVED[1:]}
         if not different(state, saved, SAVED[1:]):
             return "; right after the resume local_state gives the moments that were saved, so it is not these"
     return ""

@@ -30,7 +30,7 @@ from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin import Kind, load
 from corerl.plugin.origins import origins_of
 from corerl.rollout import EventLoop
-from corerl.trainer.group import TrainGroup, share
+from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights import Address
 from corerl_testing import wrappers
@@ -89,11 +89,11 @@ def launched(plan: RolePlan, slots: Sequence[Slot]) -> Iterator[TrainGroup]:
 def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | None = None) -> TrainResult:
     batch = samples or samples_at(number)
     (plan,) = group.plan_steps(batch, seed=0)
-    return group.train(share(batch), plan, LOSS, step_at(number)).result()
+    return group.train(StoredBatch(batch), plan, LOSS, step_at(number)).result()
 
 
 def logprobs(group: TrainGroup, setup: Setup, batch: SampleBatch) -> FloatArray:
-    columns = group.forward(batch, (Output.LOGPROBS,), shared=share(batch)).result()
+    columns = group.forward(StoredBatch(batch), (Output.LOGPROBS,)).result()
     return columns[Output.LOGPROBS]
 
 
@@ -127,8 +127,10 @@ def engine(setup: Setup, slots: Sequence[Slot]) -> Iterator[EngineFleet]:
 
 def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str, directory: Path) -> dict[str, str]:
     """Update the engine; returns each engine's error, "" if the weights arrived whole by their checksums."""
-    senders = (0,) * len(fleet.names)
-    address = Address(transport=transport, engines=fleet.names, path=str(directory), senders=senders, timeout=60.0)
+    ranks = (0,) * len(fleet.names)
+    address = Address(
+        transport=transport, engines=fleet.names, path=str(directory), colocated_ranks=ranks, timeout=60.0
+    )
     address = group.rendezvous(address)
     receiving = fleet.receive(group.manifest().result(), version, address)
     sent = group.update_weights(address, version).result()

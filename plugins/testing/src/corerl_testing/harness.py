@@ -99,7 +99,7 @@ class Setup:
         return VALUE_LOSS if self.value_head else LOSS
 
     @property
-    def sharing(self) -> Setup:
+    def with_prefixes(self) -> Setup:
         """The same, with what samples begin with in common computed once, and trees that are cut."""
         return evolve(self, train=evolve(self.train, share_prefixes=True, tokens_per_micro_batch=50))
 
@@ -289,7 +289,7 @@ def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> P
         max_tokens=32,
         seed=0,
     )
-    return pack(samples, plan.share_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
+    return pack(samples, plan.shard_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
 
 
 def train(
@@ -323,7 +323,7 @@ def parts_of_step(
             max_tokens=32,
             unit=unit,
         )
-        batches.append(pack(part, plan.share_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple))
+        batches.append(pack(part, plan.shard_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple))
         denominator += count
     return batches, denominator
 
@@ -334,7 +334,7 @@ def forward(
     """`outputs` of this rank's share of the samples; by default log-probs and entropy, or a critic's values."""
     layout = padded_layout(worker, setup)
     plan = plan_forward(samples, layout, tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
-    batch = pack(samples, plan.share_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
+    batch = pack(samples, plan.shard_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
     return worker.host.forward(batch=batch, outputs=outputs or setup.loss.outputs, snapshot=snapshot)
 
 

@@ -264,7 +264,7 @@ class Trial:
             seed=0,
         )
         for dp_rank in range(packing.dp_size):
-            batch = pack(samples, plan.share_of(dp_rank), sequence_multiple=packing.sequence_multiple)
+            batch = pack(samples, plan.shard_of(dp_rank), sequence_multiple=packing.sequence_multiple)
             yield from ((dp_rank, micro) for micro in batch.micro_batches)
 
     def evaluate(

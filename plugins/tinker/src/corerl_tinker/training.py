@@ -62,7 +62,7 @@ class ServedPolicy:
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
         """`config` is what the engines were started with. Raises what `require_servable` does."""
-        plan = engines.group.plan
+        plan = engines.group.role_plan
         require_servable(options, lora=plan.cluster.lora, objective=plan.objective)
         self._engines, self._options, self._plan = engines, options, plan
         model = plan.assignments[0].config.model

@@ -152,8 +152,8 @@ class CollectiveSender(WeightSender):
         self._has_buffers = address.device != "cpu"
         self._buffers: deque[_SendBuffer] = deque()  # next one first
 
-    def sender_of(self, bucket: Bucket) -> int | None:
-        return bucket.sender
+    def sending_rank(self, bucket: Bucket) -> int | None:
+        return bucket.stage_rank
 
     def open(self, manifest: Manifest, version: int) -> None:
         self._largest = manifest.largest
@@ -277,7 +277,7 @@ class CollectiveReceiver(Receiver):
             timeout = timedelta(seconds=address.timeout)
             store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
             self._store = behind_token(store, address)
-        for sender in manifest.senders:
+        for sender in manifest.stage_ranks:
             if sender not in self._groups:
                 self._groups[sender] = BroadcastGroup(
                     address, sender=sender, rank=1 + self.index, closed=lambda: _why_closed(self._store)
@@ -300,9 +300,9 @@ class CollectiveReceiver(Receiver):
         if not expected:
             expected.append(self._start(rest.popleft()))
         bucket = expected[0].bucket
-        if rest and rest[0].sender == bucket.sender:
+        if rest and rest[0].stage_rank == bucket.stage_rank:
             expected.append(self._start(rest.popleft()))
-        self._groups[bucket.sender].finish(expected[0].works)
+        self._groups[bucket.stage_rank].finish(expected[0].works)
         return expected.popleft()
 
     def _start(self, bucket: Bucket) -> _Expected:
@@ -310,7 +310,7 @@ class CollectiveReceiver(Receiver):
         flat = self._buffers[0][: bucket.numel]
         self._buffers.rotate(-1)
         digest = torch.empty(1, dtype=torch.int64, device=self.address.device)
-        return _Expected(bucket, flat, digest, self._groups[bucket.sender].start(flat, digest))
+        return _Expected(bucket, flat, digest, self._groups[bucket.stage_rank].start(flat, digest))
 
     def _leave(self, reason: str) -> None:
         if self._store is not None:

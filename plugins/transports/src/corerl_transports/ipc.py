@@ -108,7 +108,7 @@ class IpcSender(WeightSender):
 
     def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
         super().__init__(address, rank, lost)
-        self._receivers = [index for index, sender in enumerate(address.senders) if sender == rank]
+        self._receivers = [index for index, sender in enumerate(address.colocated_ranks) if sender == rank]
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}  # by receiver index
@@ -117,12 +117,12 @@ class IpcSender(WeightSender):
         self._turn = 0
         self._pending: _Pending | None = None
 
-    def sender_of(self, bucket: Bucket) -> int | None:
-        ranks = set(self.address.senders)
+    def sending_rank(self, bucket: Bucket) -> int | None:
+        ranks = set(self.address.colocated_ranks)
         return None if len(ranks) > 1 else min(ranks, default=0)
 
     def open(self, manifest: Manifest, version: int) -> None:
-        self._turn, self._pending, self.sent = 0, None, 0
+        self._turn, self._pending, self.bytes_sent = 0, None, 0
         self._nbytes = manifest.largest * getattr(torch, manifest.dtype).itemsize
         for peer in self._peers.values():
             peer.closed = False
@@ -144,7 +144,7 @@ class IpcSender(WeightSender):
             if room is None:
                 return
             flat = room.copy_(flat)
-        self.sent = (self.sent or 0) + flat.nbytes
+        self.bytes_sent = (self.bytes_sent or 0) + flat.nbytes
         self._announce_pending()
         self._buffers[self._turn].bucket = bucket.index  # the buffer that `acquire_buffer` gave
         self._pending = _Pending(bucket, flat, self._turn, _Digest(flat))
@@ -361,7 +361,7 @@ class IpcReceiver(Receiver):
         return closed
 
     def _connect(self) -> socket.socket:
-        rank = self.address.senders[self.index]
+        rank = self.address.colocated_ranks[self.index]
         deadline = time.monotonic() + self.address.timeout
         while self._connection is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

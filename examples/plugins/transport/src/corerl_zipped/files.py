@@ -26,13 +26,13 @@ class ZippedSender(DiskSender):
         self._level = ZippedOptions(**address.options).level
 
     def open(self, manifest: Manifest, version: int) -> None:
-        self.sent = 0
+        self.bytes_sent = 0
         super().open(manifest, version)
 
     def transmit(self, bucket: Bucket, flat: torch.Tensor, directory: Path) -> None:
         data = zlib.compress(flat.view(torch.uint8).numpy(), self._level)
         (directory / file_of(bucket)).write_bytes(data)
-        self.sent = (self.sent or 0) + len(data)
+        self.bytes_sent = (self.bytes_sent or 0) + len(data)
 
 
 class ZippedReceiver(DiskReceiver):

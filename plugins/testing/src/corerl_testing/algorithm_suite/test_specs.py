@@ -84,8 +84,8 @@ def test_roles_objectives_passes_and_defaults_fit_together(trial: Trial) -> None
         assert objective.aggregation in ("", *AGGREGATIONS), (
             f"the {role}'s aggregation is {objective.aggregation!r}; use one of {', '.join(AGGREGATIONS)}, or ''"
         )
-        assert objective.first_step >= 0, (
-            f"the {role}'s first step is {objective.first_step}; count rollout steps from 0"
+        assert objective.trained_from >= 0, (
+            f"the {role}'s first step is {objective.trained_from}; count rollout steps from 0"
         )
         wanted = WANTED[spec.roles[role]]
         assert wanted in trial.plan.objectives[role].loss.outputs, (

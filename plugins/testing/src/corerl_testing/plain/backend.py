@@ -136,9 +136,9 @@ class PlainBackend(Backend):
             (result.loss if balance is None else result.loss + balance).backward()
             metrics.add(result.metrics)
             collector.add(micro, {output: computed[output] for output in outputs})
-            passed = len(micro.tokens) - (0 if micro.shared is None else int(micro.shared.sum()))
+            passed = len(micro.tokens) - (0 if micro.prefix_lengths is None else int(micro.prefix_lengths.sum()))
             tokens += passed
-            if micro.shared is not None:
+            if micro.prefix_lengths is not None:
                 saved = merge_metrics((saved, {PREFIXES_SAVED: Metric(len(micro.tokens) - passed, len(micro.tokens))}))
         found = collector.finish(outputs) if outputs else None
         reported = {**metrics.finish(), **experts.metrics(), **saved}
@@ -183,7 +183,7 @@ class PlainBackend(Backend):
         given = replayed_experts(self.routers, micro, self.device)
         targets = torch.tensor(micro.columns[TARGETS], device=self.device) if TARGETS in micro.columns else None
         columns: dict[Output, torch.Tensor] = {}
-        if micro.shared is not None and micro.shared.any():
+        if micro.prefix_lengths is not None and micro.prefix_lengths.any():
             first, node = (torch.tensor(each, device=self.device) for each in nodes_of(micro))
             self.routers.set_cells(first, node)
             with self.routers.replaying(given, keep=routed, record=record is not None):
@@ -350,13 +350,13 @@ def nodes_of(micro: MicroBatch) -> tuple[IntArray, IntArray]:
     """The tree of a micro-batch's sequences: [N] the first token that is each node, and [T] the node of each token."""
     first: list[int] = []
     node = np.zeros(len(micro.tokens), np.int64)
-    assert micro.shared is not None
-    for sequence, (start, length, shared) in enumerate(
-        zip(micro.cu_seqlens[:-1], micro.lengths, micro.shared, strict=True)
+    assert micro.prefix_lengths is not None
+    for sequence, (start, length, prefix) in enumerate(
+        zip(micro.cu_seqlens[:-1], micro.lengths, micro.prefix_lengths, strict=True)
     ):
         before = micro.cu_seqlens[max(0, sequence - 1)]
         for depth in range(length):
-            if depth < shared:
+            if depth < prefix:
                 node[start + depth] = node[before + depth]
             else:
                 node[start + depth] = len(first)

@@ -179,13 +179,13 @@ def _flaw(micro: MicroBatch) -> str:
     positions = np.arange(tokens) - np.repeat(micro.cu_seqlens[:-1], padded)
     if not np.array_equal(micro.positions, positions):
         return "positions do not start at 0 in every sequence"
-    if micro.shared is not None:
-        if len(micro.shared) != len(padded) or micro.shared[0] or (micro.lengths != padded).any():
-            return f"shared is {micro.shared.tolist()} for {len(padded)} sequences of {micro.lengths.tolist()} tokens"
+    if (prefixes := micro.prefix_lengths) is not None:
+        if len(prefixes) != len(padded) or prefixes[0] or (micro.lengths != padded).any():
+            return f"prefix_lengths is {prefixes.tolist()}, for sequences of {micro.lengths.tolist()} tokens"
         sequences = np.split(micro.tokens, micro.cu_seqlens[1:-1])
-        for count, before, sequence in zip(micro.shared[1:], sequences[:-1], sequences[1:], strict=True):
+        for count, before, sequence in zip(prefixes[1:], sequences[:-1], sequences[1:], strict=True):
             if not np.array_equal(before[:count], sequence[:count]) or count > len(sequence):
-                return f"a sequence does not begin with {count} tokens of the one before it, as shared says"
+                return f"a sequence does not begin with {count} tokens of the one before it, as prefix_lengths says"
     for name, column in micro.columns.items():
         if len(column) != tokens:
             return f"column {name!r} has {len(column)} entries for {tokens} tokens"
@@ -198,7 +198,8 @@ def _flaw(micro: MicroBatch) -> str:
 
 def _arrays(micro: MicroBatch) -> dict[str, Array]:
     own = {name: getattr(micro, name) for name in ("tokens", "positions", "cu_seqlens", "lengths", "rows")}
-    return {**own, **micro.columns, **({} if micro.shared is None else {"shared": micro.shared})}
+    prefixes = {} if micro.prefix_lengths is None else {"prefix_lengths": micro.prefix_lengths}
+    return {**own, **micro.columns, **prefixes}
 
 
 def _names(kinds: Set[MemoryKind]) -> str:

@@ -49,7 +49,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
     out; some of these are tested with `start_refused`."""
     samples = make_samples(0)
     plan = plan_forward(samples, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=32)
-    share = plan.share_of(0)
+    share = plan.shard_of(0)
     with_experts = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
     with running(setup) as worker:
 

@@ -41,7 +41,7 @@ class Pushed:
 class EveryRankSender(InProcessSender):
     """Sends from every rank, as for an engine with a part on each: all ranks must hold each bucket."""
 
-    def sender_of(self, bucket: Bucket) -> int | None:
+    def sending_rank(self, bucket: Bucket) -> int | None:
         return None
 
 

@@ -125,7 +125,7 @@ def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) 
         require_equal("the list of files that exist while the writer is held", rank.files_while_held, [])
     at_save = whole([rank.at_save for rank in ranks])
     directory = checkpoint.complete()
-    saved = {key: saved_tensors(CheckpointSource(directory, key)) for key in SAVED}
+    saved = {key.value: saved_tensors(CheckpointSource(directory, key)) for key in SAVED}
     require_same_state("the state in the files, and the one when the save began,", saved, at_save)
     after = different(whole([rank.after_step for rank in ranks]), at_save)
     number = sum(len(at_save[key]) for key in SAVED)

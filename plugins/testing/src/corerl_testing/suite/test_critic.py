@@ -53,7 +53,7 @@ def transformers_values(directory: Path, head: FloatArray, samples: SampleBatch)
 @check("C82", level=1, needs=[Capability.CRITIC, Capability.SHARED_PREFIXES], builds_on=["C53"])
 def test_a_critic_trains_on_samples_that_begin_alike(subject: Subject) -> None:
     steps = (None,) * 2
-    found = together(subject.run(training.train_with, critic(subject, "qwen3").sharing, steps, make_branches))
+    found = together(subject.run(training.train_with, critic(subject, "qwen3").with_prefixes, steps, make_branches))
     plain = evolve(subject.runs.setup(PLAIN, "qwen3"), value_head=True)
     assert_follows(found, together(subject.runs.rank_sets[1].run(training.train_with, plain, steps, make_branches)))
 

@@ -81,7 +81,7 @@ def test_logprobs_are_those_of_the_targets_in_the_batch(subject: Subject, severa
 
 @check("C82", level=1, needs=[Capability.SHARED_PREFIXES], builds_on=["C51"], variants={})
 def test_samples_that_begin_alike_get_their_own_outputs(subject: Subject) -> None:
-    assert_forward_as_transformers(subject, subject.setup("qwen3").sharing, make_branches(7))
+    assert_forward_as_transformers(subject, subject.setup("qwen3").with_prefixes, make_branches(7))
 
 
 def _reason(subject: Subject, setup: Setup, samples: SampleBatch, found: FloatArray) -> str:

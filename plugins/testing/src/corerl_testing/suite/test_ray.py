@@ -35,7 +35,6 @@ def test_an_engine_has_the_trainers_weights_after_each_update(
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), slots["actor"]) as group:
         init = group.init().result()
         require_equal("InitResult.optimizer_step", init.optimizer_step, 0)
-        require_equal("the group's dp_size", group.dp_size, group.layouts[0].dp_size)
         with groups.engine(setup, slots["engines"]) as fleet:
             for number in range(3):
                 directory, transport = subject.directory / "weights", transports[number % len(transports)]

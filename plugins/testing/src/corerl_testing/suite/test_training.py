@@ -216,7 +216,7 @@ def test_steps_on_several_targets_of_each_token_follow_the_plain_backend(subject
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
 def test_samples_that_begin_alike_train_as_they_do_apart(subject: Subject, kind: str) -> None:
     steps = (None,) * 2
-    found = together(subject.run(training.train_with, subject.setup(kind).sharing, steps, make_branches))
+    found = together(subject.run(training.train_with, subject.setup(kind).with_prefixes, steps, make_branches))
     apart = together(subject.runs.of_plain(training.train_with, kind, steps, make_branches))
     assert_follows(found, apart)
     if subject.world_size == 1:

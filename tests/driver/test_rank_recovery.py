@@ -12,7 +12,7 @@ from attrs import define, field
 
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
-from corerl.driver.recovery import Recovery, RestartPoint
+from corerl.driver.rank_recovery import RankRecovery, RestartPoint
 from corerl.errors import CheckpointError, InsufficientResources, SaveFailed, WorkerDied
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
@@ -48,12 +48,11 @@ class Groups:
     def end_ranks(self) -> None:
         self.log.append("end")
 
-    def start_ranks(self, checkpoint: Path | None) -> int:
+    def start_ranks(self, checkpoint: Path | None) -> None:
         self.log.append(f"start from {checkpoint}")
         if self.fails:
             self.fails -= 1
             raise WorkerDied("no luck")
-        return 4
 
 
 @define
@@ -79,7 +78,7 @@ def saved(directory: Path, step: int) -> Path:
 
 @define
 class Case:
-    recovery: Recovery
+    recovery: RankRecovery
     groups: Groups
     ears: Ears
     points: list[RestartPoint] = field(factory=list)
@@ -97,14 +96,14 @@ def make(**parts: Any) -> Case:
     saves: Any = SimpleNamespace(disk=parts.pop("checkpoints", Saves()), memory=parts.pop("memory", None))
     start, ears = parts.pop("start", SimpleNamespace(resume=None, state={})), Ears()
     groups: Any = Groups(progress=progress(ears), **parts)
-    return Case(Recovery(groups=groups, engines=groups, start=start, saves=saves), groups, ears)
+    return Case(RankRecovery(groups=groups, engines=groups, start=start, saves=saves), groups, ears)
 
 
 def test_restarts_without_a_new_step_are_limited() -> None:
     case = make(step=3)
     case.dies("one")
     assert case.groups.log == ["given up", "end", "start from None"]
-    assert case.points == [RestartPoint(checkpoint=None, state={}, version=4)]
+    assert case.points == [RestartPoint(checkpoint=None, state={})]
     case.dies("two")
     with pytest.raises(WorkerDied, match=r"^three; gave up after 2 restarts without a new step \(train.restarts\)$"):
         case.dies("three")
@@ -149,9 +148,9 @@ def test_ranks_restart_from_the_newest_checkpoint(tmp_path: Path) -> None:
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     old, newer, newest = saved(disk, 2), saved(memory, 4), saved(disk, 5)
     for checkpoint, kept, used, words, after in (
-        (old, None, old, "checkpoint step 2; replaying steps 2-4", ([2], None)),
-        (old, newer, newer, "in-memory checkpoint step 4; replaying step 4", ([-1], [-1])),
-        (newest, newer, newest, "checkpoint step 5", ([5], [-1])),
+        (old, None, old, "the checkpoint after 2 steps; replaying steps 2-4", ([2], None)),
+        (old, newer, newer, "the in-memory checkpoint after 4 steps; replaying step 4", ([-1], [-1])),
+        (newest, newer, newest, "the checkpoint after 5 steps", ([5], [-1])),
     ):
         saves, in_memory = Saves(checkpoint), Saves(kept, in_memory=True) if kept else None
         case = make(checkpoints=saves, memory=in_memory)
@@ -182,7 +181,7 @@ def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -
     case.dies("it")
     assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
     assert case.groups.log[2] == f"start from {old}" and saves.log == [2]
-    assert told(case.ears) == ["it; restarting all ranks from checkpoint step 2; replaying steps 2-4"]
+    assert told(case.ears) == ["it; restarting all ranks from the checkpoint after 2 steps; replaying steps 2-4"]
 
 
 @pytest.mark.parametrize(

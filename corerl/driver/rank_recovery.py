@@ -1,4 +1,7 @@
-"""Restart failed ranks from the newest checkpoint, and say at which step the run goes on."""
+"""Restart failed ranks from the newest checkpoint, and say at which step the run goes on.
+
+Engines that fail are replaced by `driver.engines.Engines`, while ranks go on.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Saves
 from corerl.driver.engines import Engines
-from corerl.driver.groups import Groups
+from corerl.driver.groups import RunGroups
 from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
@@ -25,7 +28,6 @@ class RestartPoint:
     checkpoint: Path | None  # None: the weights that the run started with
     state: Mapping[str, Any]  # the driver's, in the checkpoint
     in_memory: bool = False
-    version: int = 0  # of the actor's weights in it
 
     @property
     def step(self) -> int:
@@ -35,14 +37,14 @@ class RestartPoint:
     def __str__(self) -> str:
         if self.checkpoint is None:
             return "the initial weights"
-        return f"{'in-memory ' * self.in_memory}checkpoint step {self.step}"
+        return f"the {'in-memory ' * self.in_memory}checkpoint after {self.step} step{'s' * (self.step != 1)}"
 
 
 @define(kw_only=True, eq=False)
-class Recovery:
+class RankRecovery:
     """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
 
-    groups: Groups
+    groups: RunGroups
     engines: Engines | None
     saves: Saves
     start: Start
@@ -94,12 +96,12 @@ class Recovery:
             groups.failed(error.message, ranks=True)
             point = self._newest()  # not before: ranks on other machines cannot read what is in memory here
             progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
-            version = groups.start_ranks(point.checkpoint)
+            groups.start_ranks(point.checkpoint)
         disk, memory = self.saves.disk, self.saves.memory
         disk.forget(point.step if point.checkpoint == disk.newest else -1)
         if memory is not None:
             memory.forget(-1)
-        return evolve(point, version=version)
+        return point
 
     def _replayed(self, point: RestartPoint) -> str:
         first, last = point.step, self.groups.step - 1  # a checkpoint of step 2 has steps 0 and 1
