@@ -202,8 +202,8 @@ def without_adapters(model: RoleModel) -> Iterator[str]:
         fraction = covered / sum(param.numel() for param in parameters.values())
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in left_out))
         yield (
-            f"{model.lora_table}: adapters cover {fraction:.2%} of the weights: {len(left_out)} fused tensors of experts "
-            f"({names}) get none; the target {EXPERTS!r} may give them adapters (docs/lora.md)"
+            f"{model.lora_table}: adapters cover {fraction:.2%} of the weights: {len(left_out)} fused tensors of "
+            f"experts ({names}) get none; the target {EXPERTS!r} may give them adapters (docs/lora.md)"
         )
 
 
