@@ -70,7 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
     config.pluginmanager.register(Unmarked())
     pool.TIMEOUT_SECONDS = machine.paced(pool.TIMEOUT_SECONDS)
-    pool.PRELOAD += server.BACKENDS  # else each rank imports them
+    from tests.forks import ranks  # deadlines have their pace by now
+
+    pool.forks = ranks.Context
 
 
 def pytest_report_header() -> str:
@@ -119,7 +121,7 @@ class Unmarked:
     """
 
     def __init__(self) -> None:
-        from tests.forks import client  # deadlines have their pace by now
+        from tests.forks import client  # as above
 
         self.watching = False
         self.started: list[str] = []

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from typing import Any, Protocol, TypeVar
 from unittest import mock
 
@@ -34,6 +33,17 @@ REFUSAL_SECONDS = 2.0  # how long to wait for each other rank to refuse too
 
 
 SIGNALS = {signal.SIGKILL: "from outside, or for want of memory", signal.SIGTERM: "from outside"}
+
+
+def fork_server() -> Any:
+    """A fork server with PRELOAD imported. It starts with its first process; preloads set after that are silently
+    ignored."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+forks: Callable[[], Any] = fork_server  # gives the context of multiprocessing that ranks on a CPU are forked in
 
 
 class RankFailed(Exception):
@@ -121,8 +131,8 @@ class RankPool:
         # A forked library would not read its variables again, and CUDA does not survive a fork: libraries that are
         # preloaded may initialize it, so that those of a CPU do not see it.
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
-        forks = self.device == "cpu" and not self._environment
-        context: Any = _fork_server() if forks else multiprocessing.get_context("spawn")
+        forked = self.device == "cpu" and not self._environment
+        context: Any = forks() if forked else multiprocessing.get_context("spawn")
         # It listens before any rank is started, so no other process can take the port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
@@ -189,14 +199,6 @@ class RankPool:
             if ok or not any(refusal in said for refusal in REFUSALS):
                 return False
         return True
-
-
-def _fork_server() -> ForkServerContext:
-    """A fork server with PRELOAD imported. It starts with its first process; preloads set after that are silently
-    ignored."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
 
 
 def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:
