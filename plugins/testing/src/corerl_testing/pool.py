@@ -29,7 +29,8 @@ PRELOAD = ["corerl_testing.scenarios.states", "corerl_testing.scenarios.training
 
 # Errors that a backend raises before its ranks communicate, as tracebacks end.
 REFUSALS = ("corerl.errors.Unsupported: ", "corerl.errors.ModelError: ")
-REFUSAL_SECONDS = 2.0  # how long to wait for each other rank to refuse too
+REFUSAL_SECONDS = 2.0  # how long to wait for each other rank to refuse too, or to end
+LOST = " by peer"  # what gloo says of a connection that was closed or reset
 
 
 SIGNALS = {signal.SIGKILL: "from outside, or for want of memory", signal.SIGTERM: "from outside"}
@@ -155,7 +156,10 @@ class RankPool:
             raise RankFailed(f"{function}: rank {rank} died{ended}") from None
         if not ok:
             if not self._all_refuse(rank, value):
-                dead = next((other for other in range(self.world_size) if other != rank and self._ended(other)), None)
+                # One that has lost its connection to another may say so before that one's end is seen here.
+                patience = REFUSAL_SECONDS if LOST in value else 0.0
+                others = [other for other in range(self.world_size) if other != rank]
+                dead = next((other for other in others if self._ended(other, patience)), None)
                 ended = "" if dead is None else self._end_of(dead)
                 self.close()
                 if dead is not None:  # what the others raise is that they have lost it
@@ -164,10 +168,10 @@ class RankPool:
             raise RankFailed(f"{function}: rank {rank} raised {summary}\n{value}")
         return value
 
-    def _ended(self, rank: int) -> bool:
-        """Whether the rank's process has ended; takes an answer that it has given for good."""
+    def _ended(self, rank: int, patience: float) -> bool:
+        """Whether the rank's process ends within so many seconds; takes an answer that it has given for good."""
         try:
-            if self._pipes[rank].poll(0):
+            if self._pipes[rank].poll(patience):
                 self._pipes[rank].recv()
         except (EOFError, OSError):
             return True
