@@ -14,10 +14,13 @@ from typing import Any
 
 from tests.forks.client import Forked
 
+# Of tensors, descriptors are sent, to processes that have the same key.
 CODE = """
 import os
+from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from {module} import {name}
+current_process().authkey = {key!r}
 {name}(*{arguments!r}, Connection(os.dup(0)))
 """
 
@@ -28,7 +31,8 @@ class Rank:
     def __init__(self, *, target: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> None:
         assert daemon  # it ends with this process: the server sees to that
         *arguments, self._pipe = args
-        self._code = CODE.format(module=target.__module__, name=target.__name__, arguments=arguments)
+        key = bytes(multiprocessing.current_process().authkey)
+        self._code = CODE.format(module=target.__module__, name=target.__name__, arguments=arguments, key=key)
 
     def start(self) -> None:
         own = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
