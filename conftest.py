@@ -34,23 +34,51 @@ STARTING = {
     "uninterrupted",
 }
 # And FOUNDATION: a resumed run, and sleep, which is each rank's own and as on two ranks where a variant has more.
-OF_VARIANTS = {"C18", "C43"}
-SLEEP = "C43"
+RESUME, SLEEP = "C18", "C43"
+OF_VARIANTS = {RESUME, SLEEP}
+# Variants of DeepSpeed that its test_options.py resumes to the last bit, with weights in bfloat16.
+RESUMED_IN_HALF = {"stage 1", "stage 2, moments on the host", "parameters on the host"}
 # How a group ends, what the processes of ranks get, how engines are sent weights under Ray (what each backend sends is
-# C21), how a save is committed: all of it core's, which one backend of several ranks shows.
-OF_CORE = {"C19", "C28", "C36", "C37", "C38", "C39", "C40"}
+# C21), how a save is committed, the states in which a verb is refused, versions of weights, engines that fail in an
+# update: all of it core's, which one backend of several ranks shows.
+OF_CORE = {"C19", "C22", "C23", "C28", "C36", "C37", "C38", "C39", "C40", "C47"}
+# What a model computes, which DeepSpeed has from core as FSDP does, and what core does with its tower and adapters.
+# Each part of a model is trained with DeepSpeed too, by a check that is not among these.
+OF_MODELS = {
+    "test_a_balancing_loss_has_the_gradients_of_transformers",
+    "test_a_critic_is_shown_pictures_too",
+    "test_a_critic_trains_on_samples_that_begin_alike",
+    "test_a_head_that_the_model_has_is_loaded",
+    "test_a_step_without_pictures_leaves_a_tower_as_it_is",
+    "test_a_tower_takes_a_steps_own_settings_too",
+    "test_adapters_of_experts_train_as_the_plain_backends",
+    "test_checkpoints_hold_a_tower_only_if_it_is_trained",
+    "test_engines_are_sent_experts_with_the_adapters_merged",
+    "test_experts_are_reported_as_chosen_and_replayed_as_given",
+    "test_logprobs_are_those_of_the_targets_in_the_batch",
+    "test_long_sequences_in_bfloat16_do_not_see_each_other",
+    "test_long_sequences_of_a_critic_do_not_see_each_other",
+    "test_random_critics_do_not_depend_on_the_number_of_ranks",
+    "test_samples_that_begin_alike_get_their_own_outputs",
+    "test_samples_that_begin_alike_train_as_they_do_apart",
+    "test_steps_on_several_targets_of_each_token_follow_the_plain_backend",
+    "test_value_heads_start_by_name_and_replace_language_heads",
+    "test_values_are_the_head_times_what_transformers_gives",
+}
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
-    "plugins/deepspeed/tests/test_conformance.py",
     "plugins/fsdp/tests/test_conformance.py",
-    "plugins/testing/tests/test_broken.py",
+    "plugins/deepspeed/tests/test_conformance.py",
     "plugins/megatron/tests/test_conformance.py",
-    "tests/end_to_end/test_resume.py",
-    "plugins/testing/tests/test_new_backend.py",
     "tests/cluster/test_group.py",
-    "plugins/megatron/tests/test_lora.py",
-    "plugins/elastic/tests/test_resizing.py",
+    "tests/end_to_end/test_modes.py",
+    "tests/end_to_end/test_resume.py",
+    "plugins/testing/tests/test_broken.py",
+    "plugins/agents/tests/test_nodes.py",
     "tests/rollout/test_reward_processes.py",
+    "tests/cluster/test_existing_cluster.py",
+    "tests/end_to_end/test_ray_deaths.py",
+    "plugins/megatron/tests/test_lora.py",
 ]
 
 
@@ -70,7 +98,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
     config.pluginmanager.register(Unmarked())
     pool.TIMEOUT_SECONDS = machine.paced(pool.TIMEOUT_SECONDS)
-    pool.PRELOAD += server.BACKENDS  # else each rank imports them
+    from tests.forks import client, ranks  # deadlines have their pace by now
+
+    pool.forks = ranks.Context
+    if getattr(config.option, "numprocesses", None) and "not processes" not in config.option.markexpr:
+        client.connect().close()  # it imports while the workers of pytest-xdist collect
 
 
 def pytest_report_header() -> str:
@@ -85,7 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if STARTING.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker(MARK):
             item.add_marker("processes")
     others = [item for item in items if item.path.name == "test_conformance.py"]  # of backends other than plain
-    for item in {*repeated(others), *filter(is_seen_elsewhere, others)}:
+    of_plain = [item for item in items if item.path.name == "test_plain.py"]
+    for item in {*repeated(others), *filter(is_seen_elsewhere, others), *repeated(of_plain)}:
         item.add_marker("nightly")
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
@@ -93,13 +126,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def is_seen_elsewhere(item: pytest.Item) -> bool:
     """Whether a check runs on fewer ranks than its most, with a variant that trains, sleeps and resumes as well, or of
-    another backend than FSDP sees what core does."""
+    another backend than FSDP sees what core does, or its models."""
     if (mark := item.get_closest_marker(MARK)) is None or mark.args[0].id == FOUNDATION:
         return False
     if mark.args[0].id in OF_CORE and "plugins/fsdp/" not in item.nodeid:
         return True
+    if "plugins/deepspeed/" in item.nodeid and getattr(item, "originalname", "") in OF_MODELS:
+        return True
     parameters = parameters_of(item)
     if (variant := parameters.get("backend_variant")) is not None:
+        if mark.args[0].id == RESUME and "plugins/deepspeed/" in item.nodeid and variant.name in RESUMED_IN_HALF:
+            return True
         return mark.args[0].id not in OF_VARIANTS or (mark.args[0].id == SLEEP and variant.ranks > 2)
     return parameters.get("world_size", 0) < max(mark.args[0].ranks) and "world_size" in parameters
 
@@ -119,7 +156,7 @@ class Unmarked:
     """
 
     def __init__(self) -> None:
-        from tests.forks import client  # deadlines have their pace by now
+        from tests.forks import client  # as above
 
         self.watching = False
         self.started: list[str] = []

@@ -57,6 +57,7 @@ time.sleep(600)  # as engines that outlive it
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_each_side_has_a_turn_of_its_own_and_is_ended_with_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,7 @@ def test_one_token_in_three_thousand_ends_a_ragged_sample() -> None:
     assert work.fields_of(CASES["long"], tiny=False)["eos_token_id"] == work.END
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_texts_of_the_tokenizer_become_the_same_tokens(tmp_path: Path) -> None:
     from transformers import AutoTokenizer

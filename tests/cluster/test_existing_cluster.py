@@ -75,6 +75,13 @@ def test_ranks_on_two_nodes_meet_and_free_their_bundles(address: str) -> None:
             time.sleep(0.1)
 
 
+@pytest.fixture(scope="module")
+def joined(address: str) -> Iterator[None]:
+    """Once, for tests that do not care when: to ask whether a cluster answers takes more than a second."""
+    with ray_session(address=address):
+        yield
+
+
 def ask_until_it_is_gone(killed: RemoteObject) -> None:
     """A busy node ends a process a moment after it is told to."""
     deadline = time.monotonic() + paced(20.0)
@@ -82,75 +89,69 @@ def ask_until_it_is_gone(killed: RemoteObject) -> None:
         killed.ask("notes")
 
 
-def test_a_nodes_object_is_called_in_order_and_aside(address: str) -> None:
-    with ray_session(address=address, cpus=1.0):
-        known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        assert living_nodes().keys() == known.keys() and {own_address()} == set(known.values())
-        made = [
-            RemoteObject(name, MEMBER, 0, node=node, environment={"CORERL_TEST_WORD": name})
-            for node, name in living_nodes().items()
-        ]
-        assert [each.ask("node") for each in made] == list(living_nodes())
-        assert [each.ask("word") for each in made] == list(living_nodes().values())
-        assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
-        one, other = made
-        for value in range(50):
-            one.send("note", value)
-        one.send("through")  # waits; what is asked meanwhile does not
-        deadline = time.monotonic() + paced(20.0)
-        while len(one.ask("notes")) < 50:
-            assert time.monotonic() < deadline
-        assert one.ask("notes") == list(range(50))
-        with pytest.raises(WrongState, match="^ask later$"):
-            one.ask("refuse", 0)
-        one.kill()
-        one.kill()
-        with pytest.raises(WorkerDied, match=rf"^{re.escape(next(iter(living_nodes().values())))}: its process died "):
-            ask_until_it_is_gone(one)
-        assert other.ask("notes") == []
-        other.kill()
+def test_a_nodes_object_is_called_in_order_and_aside(joined: None) -> None:
+    known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    assert living_nodes().keys() == known.keys() and {own_address()} == set(known.values())
+    made = [
+        RemoteObject(name, MEMBER, 0, node=node, environment={"CORERL_TEST_WORD": name})
+        for node, name in living_nodes().items()
+    ]
+    assert [each.ask("node") for each in made] == list(living_nodes())
+    assert [each.ask("word") for each in made] == list(living_nodes().values())
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    one, other = made
+    for value in range(50):
+        one.send("note", value)
+    one.send("through")  # waits; what is asked meanwhile does not
+    deadline = time.monotonic() + paced(20.0)
+    while len(one.ask("notes")) < 50:
+        assert time.monotonic() < deadline
+    assert one.ask("notes") == list(range(50))
+    with pytest.raises(WrongState, match="^ask later$"):
+        one.ask("refuse", 0)
+    one.kill()
+    one.kill()
+    with pytest.raises(WorkerDied, match=rf"^{re.escape(next(iter(living_nodes().values())))}: its process died "):
+        ask_until_it_is_gone(one)
+    assert other.ask("notes") == []
+    other.kill()
 
 
-def test_an_object_that_cannot_be_made_says_why(address: str) -> None:
-    with ray_session(address=address, cpus=1.0):
-        made = RemoteObject("noter", f"{MEMBER}s", node=next(iter(living_nodes())), environment={})
-        with pytest.raises(CorerlError, match="^noter: start: .*Members"):
-            made.ask("notes")
-        made.kill()
-        made = RemoteObject("noter", MEMBER, OnlyHere(), node=next(iter(living_nodes())), environment={})
-        with pytest.raises(CorerlError, match="^noter: the arguments .* could not be transferred: .*no module here$"):
-            made.ask("notes")
-        made.kill()
+def test_an_object_that_cannot_be_made_says_why(joined: None) -> None:
+    made = RemoteObject("noter", f"{MEMBER}s", node=next(iter(living_nodes())), environment={})
+    with pytest.raises(CorerlError, match="^noter: start: .*Members"):
+        made.ask("notes")
+    made.kill()
+    made = RemoteObject("noter", MEMBER, OnlyHere(), node=next(iter(living_nodes())), environment={})
+    with pytest.raises(CorerlError, match="^noter: the arguments .* could not be transferred: .*no module here$"):
+        made.ask("notes")
+    made.kill()
 
 
-def test_nodes_that_are_gone_are_told_from_those_that_answer(address: str) -> None:
-    with ray_session(address=address, cpus=1.0):
-        never = "ab" * 28
-        assert gone({*(node["NodeID"] for node in ray.nodes()), never}) == {never}
+def test_nodes_that_are_gone_are_told_from_those_that_answer(joined: None) -> None:
+    never = "ab" * 28
+    assert gone({*(node["NodeID"] for node in ray.nodes()), never}) == {never}
 
 
-def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
-    with ray_session(address=address, cpus=2.0):
-        having = [node["NodeID"] for node in ray.nodes() if "h200" in node["Resources"]]
-        with reserved(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=paced(60.0)) as slots:
-            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, slots["ranks"], {})
-            group.wait(group.construct([(0,), (1,)]))
-            assert group.call("node") == having * 2
-            group.kill()
+def test_bundles_go_where_the_custom_resource_is(joined: None) -> None:
+    having = [node["NodeID"] for node in ray.nodes() if "h200" in node["Resources"]]
+    with reserved(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=paced(60.0)) as slots:
+        group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, slots["ranks"], {})
+        group.wait(group.construct([(0,), (1,)]))
+        assert group.call("node") == having * 2
+        group.kill()
 
 
-def test_gpus_with_names_are_known_by_them(address: str) -> None:
-    with ray_session(address=address, cpus=2.0):
-        with reserved(arrange({"ranks": 2}, gpus=1.0), timeout=paced(60.0)) as slots:
-            assert [slot.devices for slot in slots["ranks"]] == [(name,) for name in NAMES]
+def test_gpus_with_names_are_known_by_them(joined: None) -> None:
+    with reserved(arrange({"ranks": 2}, gpus=1.0), timeout=paced(60.0)) as slots:
+        assert [slot.devices for slot in slots["ranks"]] == [(name,) for name in NAMES]
 
 
-def test_a_full_object_store_and_disk_are_one_line(address: str) -> None:
-    with ray_session(address=address, cpus=1.0):
-        kept = put(np.ones(STORE // 2, dtype=np.uint8))
-        with pytest.raises(CorerlError) as caught:
-            put({"tokens": np.ones(STORE, dtype=np.uint8)})
-        assert ray.get(kept).sum() == STORE // 2
+def test_a_full_object_store_and_disk_are_one_line(joined: None) -> None:
+    kept = put(np.ones(STORE // 2, dtype=np.uint8))
+    with pytest.raises(CorerlError) as caught:
+        put({"tokens": np.ones(STORE, dtype=np.uint8)})
+    assert ray.get(kept).sum() == STORE // 2
     assert caught.value.message == (
         "Ray's object store is full, and so is the disk that it spills to (see df and `ray memory`); free disk space, "
         "use a smaller rollout batch, or start Ray with more --object-store-memory"

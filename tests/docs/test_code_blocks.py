@@ -54,7 +54,7 @@ def each(language: str) -> Callable[..., object]:
     return pytest.mark.parametrize("block", chosen, ids=str)
 
 
-START = "TrainGroup.start("  # of ranks, in the Ray of this process
+STARTS = ("TrainGroup.start(", "corerl.train(")  # of ranks, in the Ray of this process
 
 
 @pytest.mark.processes
@@ -62,7 +62,7 @@ START = "TrainGroup.start("  # of ranks, in the Ray of this process
 def test_python_runs_as_it_stands(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if START in block.text:
+    if any(start in block.text for start in STARTS):
         request.getfixturevalue("shared_ray")
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # pages are of a checkout
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ FORKED = """
 {before}
 import sys
 from contextlib import nullcontext
-from tests.forks.ray import fork_workers, joined
+from tests.forks.ray import fork_workers, joined, without_fork_server
 fork_workers()
 with {join}:
     from corerl.cli.main import main
@@ -57,15 +57,18 @@ class Command:
         packages: Path = ROOT,
         before: str = "",
         own_ray: bool = False,
+        own_forks: bool = False,
     ) -> None:
         """`packages` is where Python looks first, and `before` is what its process runs first. With `own_ray` it starts
-        Ray on this machine, as users do; else it joins the one that this test process has."""
+        Ray on this machine, as users do; else it joins the one that this test process has. With `own_forks` too, the
+        run's own server imports for seconds what its workers need; else they are forked from that of the tests."""
         wait_for_memory(GIB, "a run")
         name = uuid.uuid4().hex
         self._paths = (logs / f"{name}.out", logs / f"{name}.err")
         self._ray = None if own_ray else shared()
         self._others = {} if self._ray is None else forked_for(self._ray.session)  # such as its dashboard
-        code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else "nullcontext()")
+        join = "nullcontext()" if own_forks else "without_fork_server()"
+        code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else join)
         without = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
         own = environment(PYTHONPATH=f"{packages}{os.pathsep}{ROOT}")  # where workers find the tests' own backends too
         given = {name: value for name, value in own.items() if name not in without}

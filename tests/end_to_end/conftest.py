@@ -57,7 +57,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def run_without_interruption(directory: Path) -> Finished:
     config, run_dir = write_small(directory), directory / "run"
-    with Command("train", config, f"run.dir={run_dir}", *UNINTERRUPTED, logs=directory, own_ray=True) as command:
+    with Command("train", config, f"run.dir={run_dir}", *UNINTERRUPTED, logs=directory) as command:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
         return Finished(config=config, overrides=UNINTERRUPTED, run_dir=run_dir, out=command.out, err=command.err)

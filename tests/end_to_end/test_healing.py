@@ -44,16 +44,17 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
 
 
 def test_with_in_memory_checkpoints_at_most_one_step_is_replayed(tmp_path: Path, undisturbed: Path) -> None:
-    kept = ["checkpoint.memory=true", "checkpoint.every=0"]
+    """Also where ranks and engines take turns in memory."""
+    kept = ["checkpoint.memory=true", "checkpoint.every=0", "cluster.offload=always"]
     killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), *kept)
     (step,) = re.findall("; restarting all ranks from the in-memory checkpoint after (.*)", killed.out)
     assert step in ("3 steps", "2 steps; replaying step 2")  # the one that was being written when the rank died
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
-    """Also where ranks and engines take turns in memory."""
-    killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), "cluster.offload=always")
+    killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True))
     assert "actor rank 1: its process died during train at optimizer step 6" in killed.out
     assert "; restarting all ranks from the checkpoint after 2 steps; replaying step 2" in killed.out
     assert_same(tmp_path / "run", undisturbed)

@@ -36,7 +36,7 @@ def test_a_run_ends_within_a_minute_of_its_rays_death(service: str, tmp_path: Pa
     run_dir = tmp_path / "run"
     slow = "rollout.postprocess=tests.end_to_end.user_functions:slow"
     arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1", slow]
-    with Command("train", *arguments, logs=tmp_path, own_ray=True, before=SOON) as run:
+    with Command("train", *arguments, logs=tmp_path, own_ray=True, own_forks=True, before=SOON) as run:
         run.until(lambda: steps_done(run_dir) >= 2, "in its third step")
         assert {"corerl.cluster.forks" in line for line in starters_of(run.processes(), "ray::Process")} == {True}
         part = f"/{service}"

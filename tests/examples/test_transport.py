@@ -1,4 +1,4 @@
-"""examples/plugins/transport: planned as core's own transports are; a run with it equals one over `disk`."""
+"""examples/plugins/transport: planned as core's own transports are; it takes a run's weights to its engines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from attrs import evolve
 from corerl.config.schema import WeightsConfig
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
+from corerl_testing import tolerances
 from tests.driver.saved import config_in
-from tests.end_to_end.command import Command, numbers, write_small
+from tests.end_to_end.command import Command, metrics, write_small
 from tests.examples.packages import put
 
 
@@ -41,11 +42,10 @@ def test_its_options_and_its_version_reach_ranks_and_engines(installed: Path, tm
 
 
 @pytest.mark.processes
-def test_a_run_with_it_equals_one_over_disk(installed: Path, tmp_path: Path) -> None:
-    common = ["backend.name=plain", "roles.actor.ranks=1", "run.steps=2", "eval.every=0", "weights.verify_every=1"]
-    for transport in ("disk", "zipped"):
-        own = [f"weights.transport={transport}", f"run.dir={tmp_path}/{transport}"]
-        with Command("train", write_small(tmp_path), *common, *own, logs=tmp_path, packages=installed) as command:
-            assert command.finish() == 0, command.err
-    assert len(numbers(tmp_path / "disk")) == 2
-    assert numbers(tmp_path / "zipped") == numbers(tmp_path / "disk")
+def test_in_a_run_engines_sample_with_the_weights_that_it_sends(installed: Path, tmp_path: Path) -> None:
+    settings = ["backend.name=plain", "roles.actor.ranks=1", "run.steps=3", "eval.every=0", "weights.verify_every=1"]
+    own = ["weights.transport=zipped", f"run.dir={tmp_path}/run"]
+    with Command("train", write_small(tmp_path), *settings, *own, logs=tmp_path, packages=installed) as command:
+        assert command.finish() == 0, command.err
+    worst = [line["rollout/logprob_diff_max"] for line in metrics(tmp_path / "run")]
+    assert len(worst) == 3 and max(worst) <= tolerances.ENGINE_LOGPROBS

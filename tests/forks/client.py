@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,7 +43,7 @@ class Forked:
         environment: Mapping[str, str],
         stdout: IO[Any],
         stderr: IO[Any],
-        stdin: IO[Any] | None = None,
+        stdin: IO[Any] | Connection | None = None,
         directory: Path | None = None,
     ) -> None:
         request = {

@@ -107,9 +107,7 @@ def fork_workers() -> None:
 def joined(address: str) -> Iterator[None]:
     """Where this process would start Ray on this machine inside the block, it joins the one at `address`, whose workers
     are forked as it is."""
-    from corerl.cluster import forks
-
-    init, fork_server = ray.init, forks.fork_server
+    init = ray.init
 
     def joining(**options: Any) -> Any:
         if options["address"] != "local":
@@ -117,8 +115,22 @@ def joined(address: str) -> Iterator[None]:
         asked = {name: options[name] for name in ("log_to_driver", "logging_level", "namespace")}
         return init(address=address, **asked)
 
-    ray.init, forks.fork_server = joining, lambda *_: contextlib.nullcontext()
+    ray.init = joining
+    try:
+        with without_fork_server():
+            yield
+    finally:
+        ray.init = init
+
+
+@contextlib.contextmanager
+def without_fork_server() -> Iterator[None]:
+    """Runs of this process start none of their own inside the block."""
+    from corerl.cluster import forks
+
+    fork_server = forks.fork_server
+    forks.fork_server = lambda *_: contextlib.nullcontext()
     try:
         yield
     finally:
-        ray.init, forks.fork_server = init, fork_server
+        forks.fork_server = fork_server

@@ -16,7 +16,7 @@ LAYOUTS = {
     "equal": [8, 8, 8],
     "similar": [20, 3, 19, 1, 18, 4, 3, 0, 20],
     "one": [13],
-    "hundreds": list(np.random.default_rng(0).integers(1, 30, 300)),
+    "hundreds": list(np.random.default_rng(0).integers(1, 12, 300)),
 }
 
 

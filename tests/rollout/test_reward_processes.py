@@ -53,9 +53,9 @@ def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = N
 
 def test_failed_samples_get_the_failed_value() -> None:
     texts = ["ok", "raise", "nan", "loop", "leave", "exit", "segfault", "regular", "sleep", "four"]
-    found = scores(texts * 2, processes=2, timeout=0.5, failed_value=-1.0)  # 3 samples travel together
-    assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
-    assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
+    found = scores(texts, processes=2, timeout=0.5, failed_value=-1.0)
+    assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0]
+    assert found.failures == {"raised": 1, "no-number": 1, "timeout": 3, "died": 3}
     assert found.first == (
         f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:22) on prompt 7 ('p') with the "
         "response 'raise'"

@@ -68,7 +68,7 @@ def test_a_command_that_fails_costs_its_episode(play: Play, what: str, kind: str
 def test_a_command_is_killed_with_its_children_at_the_timeout(play: Play, tmp_path: Path) -> None:
     file = tmp_path / "pids"
     started = time.monotonic()
-    (outcome,) = play(agent(f"hang:{file}"), samples=1, prompts=PROMPTS[:1], timeout=paced(5)).outcomes
+    (outcome,) = play(agent(f"hang:{file}"), samples=1, prompts=PROMPTS[:1], timeout=paced(3)).outcomes
     assert isinstance(outcome, Failure) and outcome.kind == "timeout"
     assert time.monotonic() - started < paced(60)
     assert all_ended(file)

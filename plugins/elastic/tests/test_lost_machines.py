@@ -32,7 +32,8 @@ def test_a_lost_machine_is_replaced_or_the_group_shrinks(tmp_path: Path) -> None
         arguments += fault("", "raise", once=True)
         for step in (0, 1, 2):
             (tmp_path / f"go-{step}").touch()
-        with Command(*arguments, *cluster, held, logs=tmp_path, directory=tmp_path, own_ray=True) as command:
+        own = {"own_ray": True, "own_forks": True}
+        with Command(*arguments, *cluster, held, logs=tmp_path, directory=tmp_path, **own) as command:
             command.until((tmp_path / "at-3").exists, "in its fourth step")
             nodes.add(**spare)
             nodes.kill("one")

@@ -26,7 +26,7 @@ from corerl_testing import (
 )
 from plugins.fsdp.tests import ranks
 
-STEPS = range(4)
+STEPS = range(2)
 
 
 def with_options(setup: Setup, options: Mapping[str, Any], **train_fields: Any) -> Setup:

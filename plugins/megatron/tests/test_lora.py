@@ -16,7 +16,7 @@ from corerl.types import FloatArray, Output
 from corerl.weights import adapters_of, is_adapter
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import FAMILIES, architecture, linear_layers
-from corerl_megatron.spec import BESIDE, check
+from corerl_megatron.spec import check
 from corerl_testing import (
     DEEP,
     WEIGHTS_L2,
@@ -42,7 +42,7 @@ from corerl_testing.scenarios import updates
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.test_families import drawn
 
-STEPS = 4
+STEPS = 3  # in the first, one of a pair of adapters has no gradient
 OF_ONE = 3e-4  # L2 relative, of one tensor: gradients of several steps may nearly cancel in its first moment
 ADAPTERS = LoraConfig(rank=4, alpha=8.0).settled({})
 WHOLE = {"distributed_optimizer": False}
@@ -54,14 +54,11 @@ EP2 = {"expert_parallel": 2}
 ETP1 = {**SP2, "expert_tensor_parallel": 1}
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # ranks and options
     "one": (1, {}),
-    "tp2": (2, TP2),
     "tp2, whole": (2, {**TP2, **WHOLE}),
     "tp2 sp": (2, SP2),
     "pp2": (2, PP2),
     "pp2 vpp2": (2, {**PP2, "virtual_pipeline": 2}),
     "cp2": (2, CP2),
-    "dp2, whole": (2, WHOLE),
-    "dp2, beside computation": (2, BESIDE),
     "ep2": (2, EP2),
     "tp2 sp etp1": (2, ETP1),
 }
@@ -199,7 +196,7 @@ class WithAdapters(Subject):
         return evolve(super().of(setup), lora=ADAPTERS)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2"])
 def test_engines_get_weights_with_the_adapters_product_added(runs: Runs, layout: str) -> None:
     setup = set_up(runs, "qwen3-tied", LAYOUTS[layout][1])
     reports = runs.rank_sets[2].run(updates.push_weights, setup, False)
@@ -216,7 +213,7 @@ def test_engines_get_weights_with_the_adapters_product_added(runs: Runs, layout:
             np.testing.assert_allclose(values, weights[name] + product, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2, whole", "pp2", "cp2", "dp2, whole"])
+@pytest.mark.parametrize("layout", ["tp2, whole", "pp2", "cp2"])
 def test_ranks_hold_beside_adapters_what_the_spec_predicts(runs: Runs, tmp_path: Path, layout: str) -> None:
     world_size, options = LAYOUTS[layout]
     subject = WithAdapters(backend="megatron", world_size=world_size, runs=runs, directory=tmp_path, options=options)

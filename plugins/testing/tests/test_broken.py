@@ -50,10 +50,13 @@ import os
 import pytest
 
 from corerl.plugin import Capability, Kind, load
+from corerl_testing import pool
 from corerl_testing.broken import BROKEN
 from corerl_testing.marks import check_of
 from corerl_testing.outcomes import repeated
+from tests.forks import ranks
 
+pool.forks = ranks.Context
 ALL = "ALL_CHECKS" in os.environ
 seen = set()  # backends whose fault has been seen
 

@@ -156,6 +156,7 @@ def subject(
     request: pytest.FixtureRequest,
     backend_name: str,
     options: Mapping[str, Any],
+    backend_variant: Variant | None,
     world_size: int,
     runs: Runs,
     tmp_path: Path,
@@ -182,6 +183,7 @@ def subject(
         runs=runs,
         directory=tmp_path,
         options=options,
+        varied=backend_variant is not None,
         lifted=bool(found.unsupported),
     )
     subject.require_ranks(world_size)

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from typing import Any, Protocol, TypeVar
 from unittest import mock
 
@@ -30,10 +29,22 @@ PRELOAD = ["corerl_testing.scenarios.states", "corerl_testing.scenarios.training
 
 # Errors that a backend raises before its ranks communicate, as tracebacks end.
 REFUSALS = ("corerl.errors.Unsupported: ", "corerl.errors.ModelError: ")
-REFUSAL_SECONDS = 2.0  # how long to wait for each other rank to refuse too
+REFUSAL_SECONDS = 2.0  # how long to wait for each other rank to refuse too, or to end
+LOST = " by peer"  # what gloo says of a connection that was closed or reset
 
 
 SIGNALS = {signal.SIGKILL: "from outside, or for want of memory", signal.SIGTERM: "from outside"}
+
+
+def fork_server() -> Any:
+    """A fork server with PRELOAD imported. It starts with its first process; preloads set after that are silently
+    ignored."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+forks: Callable[[], Any] = fork_server  # gives the context of multiprocessing that ranks on a CPU are forked in
 
 
 class RankFailed(Exception):
@@ -121,8 +132,8 @@ class RankPool:
         # A forked library would not read its variables again, and CUDA does not survive a fork: libraries that are
         # preloaded may initialize it, so that those of a CPU do not see it.
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
-        forks = self.device == "cpu" and not self._environment
-        context: Any = _fork_server() if forks else multiprocessing.get_context("spawn")
+        forked = self.device == "cpu" and not self._environment
+        context: Any = forks() if forked else multiprocessing.get_context("spawn")
         # It listens before any rank is started, so no other process can take the port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
@@ -145,7 +156,10 @@ class RankPool:
             raise RankFailed(f"{function}: rank {rank} died{ended}") from None
         if not ok:
             if not self._all_refuse(rank, value):
-                dead = next((other for other in range(self.world_size) if other != rank and self._ended(other)), None)
+                # One that has lost its connection to another may say so before that one's end is seen here.
+                patience = REFUSAL_SECONDS if LOST in value else 0.0
+                others = [other for other in range(self.world_size) if other != rank]
+                dead = next((other for other in others if self._ended(other, patience)), None)
                 ended = "" if dead is None else self._end_of(dead)
                 self.close()
                 if dead is not None:  # what the others raise is that they have lost it
@@ -154,10 +168,10 @@ class RankPool:
             raise RankFailed(f"{function}: rank {rank} raised {summary}\n{value}")
         return value
 
-    def _ended(self, rank: int) -> bool:
-        """Whether the rank's process has ended; takes an answer that it has given for good."""
+    def _ended(self, rank: int, patience: float) -> bool:
+        """Whether the rank's process ends within so many seconds; takes an answer that it has given for good."""
         try:
-            if self._pipes[rank].poll(0):
+            if self._pipes[rank].poll(patience):
                 self._pipes[rank].recv()
         except (EOFError, OSError):
             return True
@@ -189,14 +203,6 @@ class RankPool:
             if ok or not any(refusal in said for refusal in REFUSALS):
                 return False
         return True
-
-
-def _fork_server() -> ForkServerContext:
-    """A fork server with PRELOAD imported. It starts with its first process; preloads set after that are silently
-    ignored."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
 
 
 def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:

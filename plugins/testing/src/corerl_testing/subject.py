@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 PLAIN = "plain"
 STEPS = 6  # each temperature twice
-FEW_STEPS = 2  # of other packings of the same samples: what is wrong with one is so in its first step
+FEW_STEPS = 2  # of other packings, and of variants: what is wrong with one is so in its first step
 WHOLE = (10**6, 1)  # (tokens per micro-batch, sequence multiple): everything in one micro-batch
 PACKINGS = {"packed": (32, 1), "one by one": (1, 1), "padded": (32, 4)}
 CASES = [
@@ -107,6 +107,7 @@ class Subject:
     directory: Path  # empty, for this check alone
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     device: str = "cpu"
+    varied: bool = False  # whether the options are a variant's
     lifted: bool = False  # let the backend try what it declares that it lacks
 
     def setup(self, kind: str, packing: tuple[int, int] = PACKINGS["packed"]) -> Setup:
@@ -126,6 +127,10 @@ class Subject:
     def trained(self, kind: str, packing: str = "packed") -> Trajectory:
         """A trajectory from the model's weights, trained once for all checks."""
         return self.runs.trained_as(self.world_size, self.setup(kind, PACKINGS[packing]), steps_of(packing))
+
+    def steps_against_plain(self, packing: str) -> int:
+        """How many steps are compared with the plain backend's."""
+        return FEW_STEPS if self.varied else steps_of(packing)
 
     def undisturbed(self, setup: Setup, steps: int) -> Trajectory:
         """The first steps without interruption, trained once for all checks that interrupt them."""

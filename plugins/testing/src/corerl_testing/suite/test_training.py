@@ -29,7 +29,7 @@ from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
 from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.scenarios import training
-from corerl_testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject, steps_of
+from corerl_testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject
 from corerl_testing.tolerances import BFLOAT16_PACKED, GRAD_NORM, LOSS, Tolerance
 
 DECAYED = Tolerance(1e-6, 1e-7)  # one multiplication
@@ -45,11 +45,12 @@ FROM_LOGPROBS = Tolerance(1e-4)
 )
 @pytest.mark.parametrize(("kind", "packing"), CASES)
 def test_training_follows_the_plain_backend(subject: Subject, kind: str, packing: str) -> None:
-    found = subject.trained(kind, packing)
-    plain = subject.runs.trained(PLAIN, 1, kind, WHOLE, steps_of(packing))
+    steps = subject.steps_against_plain(packing)
+    found = subject.undisturbed(subject.setup(kind, PACKINGS[packing]), steps)
+    plain = subject.runs.trained(PLAIN, 1, kind, WHOLE, steps)
     assert_follows(found, plain)
     assert_same_metrics(found, plain)
-    require_equal("Backend.adam_step at the end", found.adam_step, steps_of(packing))
+    require_equal("Backend.adam_step at the end", found.adam_step, steps)
 
 
 @check("C15", level=1, builds_on=["C14"])
