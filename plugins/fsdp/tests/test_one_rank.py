@@ -10,8 +10,7 @@ import torch
 from attrs import evolve
 
 from corerl_fsdp.one_rank import OneRankReduce
-from corerl_testing import Runs, different
-from corerl_testing.compare import together
+from corerl_testing import Runs, different, together
 from corerl_testing.scenarios import training
 from plugins.fsdp.tests import ranks
 
