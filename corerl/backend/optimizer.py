@@ -58,11 +58,12 @@ def step_scaled(optimizer: torch.optim.AdamW, factor: float) -> None:
     """Step with the gradients times `factor`, which they may be multiplied by in place. Where `adamw` is fused, that is
     part of the step's own pass over them."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if factor == 1.0 or not params or not optimizer.param_groups[0]["fused"]:
+    divisor = 1.0 / factor if factor else math.inf
+    tiny = torch.finfo(torch.float32).max < divisor < math.inf
+    if factor == 1.0 or tiny or not params or not optimizer.param_groups[0]["fused"]:
         scale_grads(params, factor)
         optimizer.step()
         return
-    divisor = 1.0 / factor if factor else math.inf
     # As torch.amp.GradScaler sets it. Made on the device: a copy from the host would wait for it.
     grad_scale = torch.full((), divisor, dtype=torch.float32, device=params[0].device)
     optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]

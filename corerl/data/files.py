@@ -16,7 +16,7 @@ import numpy as np
 from corerl.data.chat import parse_json
 from corerl.errors import ConfigError, DataError
 from corerl.messages import shorten
-from corerl.plugin.registry import Kind, load_implementation, usable
+from corerl.plugin.registry import Kind, Loaded, load, load_implementation, scan, usable
 
 NEWLINE = b"\n"
 JSONL = ".jsonl"
@@ -168,6 +168,11 @@ def open_rows(
     return rows
 
 
+def formats_here() -> list[Loaded]:
+    """The wheels that read other files. Raises PluginError if there are some, and none can be used."""
+    return usable(Kind.FORMATS) or [load(Kind.FORMATS, each.name) for each in scan(Kind.FORMATS)]
+
+
 def known_suffixes() -> set[str]:
     """Of files that can be read."""
     return {JSONL, *(suffix for each in usable(Kind.FORMATS) for suffix in each.spec.suffixes)}
@@ -175,7 +180,7 @@ def known_suffixes() -> set[str]:
 
 def _reader(suffixes: Sequence[str], name: str) -> Callable[..., Rows]:
     """What a wheel reads files of one suffix with, or a directory, whose suffix is ""."""
-    formats = usable(Kind.FORMATS)
+    formats = formats_here()
     for each in formats:
         if len(suffixes) == 1 and suffixes[0] in ("", *each.spec.suffixes):
             reader: Callable[..., Rows] = load_implementation(Kind.FORMATS, each)

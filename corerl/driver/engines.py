@@ -346,7 +346,7 @@ class Engines:
         }
 
     def _require_loaded(self, sums: Mapping[str, int], version: int, dtype: str) -> None:
-        """Raise WeightUpdateError if an engine holds anything other than what was senders."""
+        """Raise WeightUpdateError if an engine holds anything other than what was sent."""
         for name, loaded in self.fleet.weight_sums(dtype).items():
             if loaded is None:
                 if not self._unverified:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -104,12 +105,14 @@ def make_policy(
     compute: torch.dtype | None = None,
     buffers: bool = True,
     vocabulary: int = 0,
+    group: dist.ProcessGroup | None = None,
     pictures: PictureInputs | None = None,
 ) -> Policy:
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
     real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
-    meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With `pictures`, a tower's
-    inputs, the policy has one. Raises ModelError if transformers cannot build it, or CoreRL not train it."""
+    meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With a `group`, its ranks
+    share the rows of the output matrix, see `Policy`. With `pictures`, a tower's inputs, the policy has one.
+    Raises ModelError if transformers cannot build it, or CoreRL not train it."""
     chosen = choose_layout(meta_model(config, value_head=value_head), layout, pictures=pictures is not None)
     packed = chosen.name == "packed"
     model = build_on_meta(
@@ -121,7 +124,7 @@ def make_policy(
         buffers=buffers,
     )
     kind = PackedPolicy if packed else WholePolicy
-    policy = kind(model, vocabulary=vocabulary)
+    policy = kind(model, vocabulary=vocabulary, group=group)
     if pictures is not None:
         policy.tower = pictures.tower(policy.decoder, build_tower(config, dtype=compute or dtype))
     return policy
@@ -221,15 +224,31 @@ class Policy(nn.Module, ABC):
     many tokens at a time as `token_logprobs` takes, and are computed again in the backward pass. Ids
     from `vocabulary` on count as padding, unless that is 0.
     Of a model that is shown pictures, `tower` encodes them.
-    Raises ModelError if nothing in the model turns tokens into hidden states, or these into logits.
+    With a `group`, its ranks pass the same tokens and share the rows of the output matrix: rank r replaces the head's
+    weight [V, H] by the rows r * n to (r + 1) * n, n = ceil(V / ranks), the last ones padded. All get the same outputs;
+    gradients of what comes before the head are whole on every rank, where hidden states are.
+    Raises ModelError if nothing in the model turns tokens into hidden states, or these into logits, or if a group is to
+    share a head that is more than one matrix.
     """
 
     rectangular = False  # whether micro-batches are padded, see `ParallelLayout.rectangular`
 
-    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocabulary: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         parts = parts_of(model)
+        if group is not None and parts.head is not None and parts.head.linear is None:
+            raise ModelError(
+                f"{type(model).__name__} has more after its decoder than one matrix, so that ranks cannot share its "
+                "rows; leave group out, with the whole head on each rank"
+            )
         super().__init__()
         self.model = model
+        self.group = group
         self.vocabulary = vocabulary or (parts.head.vocab_size if parts.head is not None else 0)
         self.routers = Routers(model)
         self.tower: Tower | None = None  # no module of this one: no pass of the decoder reads its weights
@@ -319,12 +338,13 @@ class Policy(nn.Module, ABC):
         assert head is not None  # a critic has values instead
         if (last := head.linear) is not None:
             return token_logprobs(
-                before,
+                before if self.group is None else _Shared.apply(before, self.group),
                 last.weight,
                 targets,
                 bias=getattr(last, "bias", None),
                 temperature=temperature,
                 with_entropy=with_entropy,
+                group=self.group,
                 vocab_size=self.vocabulary,
             )
 
@@ -342,12 +362,27 @@ class Policy(nn.Module, ABC):
         return torch.cat(logprobs), torch.cat(entropy) if with_entropy else None
 
 
+class _Shared(torch.autograd.Function):
+    """Hidden states that all ranks of a group have: of their gradient each rank's rows of the head give a part."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
+
+
 class PackedPolicy(Policy):
     """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`.
     Raises ModelError if the model cannot be packed."""
 
-    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0) -> None:
-        super().__init__(model, vocabulary=vocabulary)
+    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(model, vocabulary=vocabulary, group=group)
         require_packable(model, self.decoder)
         if (attention := model.config._attn_implementation) != PACKED:
             raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")

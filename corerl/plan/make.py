@@ -42,6 +42,7 @@ from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.residency import against_taking_turns, has_bfloat16, resolve_device
 from corerl.plan.resolve import (
     Plugins,
+    distributions_of,
     ignored_tables,
     plugins_of,
     resolve_tables,
@@ -58,6 +59,7 @@ from corerl.plan.settle import (
     with_choices,
     with_vocabulary,
 )
+from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR, PlanAnswer
 
 
@@ -202,6 +204,7 @@ def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tu
     read them. Raises all problems together: of options, and what is `against` the settings."""
     require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
     plugins = plugins_of(config)
+    require_met(distributions_of(config))
     problems = Problems()
     config = settle_reward(settle_adapters(settle_algorithm(config), problems), plugins.sampler)
     problems.add(*against(config), *against_algorithm(config, plugins))

@@ -3,6 +3,7 @@ asks of a plugin before any worker exists."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from corerl.algorithms.base import REFERENCE
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RewardConfig, RolesConfig
 from corerl.config.structuring import structure
 from corerl.config.toml_text import toml_key
-from corerl.errors import ConfigError, CorerlError, PluginBroken
+from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
 from corerl.plan.check import Problems
 from corerl.plugin.capabilities import Capability
@@ -22,6 +23,7 @@ from corerl.plugin.registry import (
     Loaded,
     installed_names,
     load,
+    locate,
     options_of,
     usable,
 )
@@ -67,6 +69,16 @@ def selected(config: Config) -> list[Selection]:
         add(Kind.TRANSPORTS, "weights.transport", config.weights.transport, used=config.run.has_engines)
     if config.model.pictures:
         add(Kind.PICTURES, "model.pictures", config.model.pictures)
+    return found
+
+
+def distributions_of(config: Config) -> list[str]:
+    """The distributions whose code a run of the config has, core's first; without plugins that are not installed."""
+    found = ["corerl"]
+    for each in selected(config):
+        if each.used:
+            with contextlib.suppress(PluginError):  # reported where it is loaded
+                found.append(locate(each.kind, each.name).distribution)
     return found
 
 

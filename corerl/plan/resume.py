@@ -17,11 +17,12 @@ from attrs import frozen
 from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, newest_intact, read_state
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.schema import Config
+from corerl.data.files import formats_here
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.errors import CheckpointError, ConfigError, DataError, NothingLeft
 from corerl.observability.jsonl import METRICS_FILE, SAMPLES_FILE, read_lines
 from corerl.plan.check import Problems
-from corerl.plugin.registry import Kind, load_implementation, usable
+from corerl.plugin.registry import Kind, load_implementation
 from corerl.rollout.recorded import ROLLOUTS
 
 EXPORT = "model"  # subdirectory for the final Hugging Face export
@@ -85,7 +86,11 @@ def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) 
     if a run would train on other ones, unless `data.restart` is set."""
     lines, differs = list[str](), ""
     if (prompts.record["identity"], config.run.seed) != (state["data"]["identity"], state["source"]["prompts"]["seed"]):
-        lines, differs = _divider()(prompts, state, seed=config.run.seed)
+        if (divide := _divider()) is not None:
+            lines, differs = divide(prompts, state, seed=config.run.seed)
+        else:
+            prompts.replaces = state["data"]["identity"]
+            differs = "other rows, another order or another seed (pip install 'corerl[data]' to compare them)"
     trains = config.run.mode == "train"
     if differs and trains and not config.data.restart:
         raise CheckpointError(
@@ -98,16 +103,13 @@ def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) 
     return [*lines, *([f"data: not the checkpoint's: {differs}{begin}"] if differs else [])]
 
 
-def _divider() -> Callable[..., tuple[list[str], str]]:
-    """What a wheel divides rows with that are not the checkpoint's, or in another order."""
-    for each in usable(Kind.FORMATS):
+def _divider() -> Callable[..., tuple[list[str], str]] | None:
+    """What a wheel divides rows with that are not the checkpoint's, or in another order; None if there is none."""
+    for each in formats_here():
         if each.spec.resumes:
             found: Callable[..., tuple[list[str], str]] = load_implementation(Kind.FORMATS, each, each.spec.resumes)
             return found
-    raise CheckpointError(
-        "data: the rows are not the checkpoint's, in its order and with its seed; use the same [data] and run.seed, or "
-        "pip install 'corerl[data]', which compares rows and can go on with others"
-    )
+    return None
 
 
 def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:

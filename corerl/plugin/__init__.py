@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from corerl.plugin.hooks import RunControl as RunControl
     from corerl.plugin.origins import Origin as Origin
     from corerl.plugin.origins import plugins_here as plugins_here
+    from corerl.plugin.origins import unmet as unmet
     from corerl.plugin.pictures import picture_inputs as picture_inputs
     from corerl.plugin.registry import INSTALL_HINTS as INSTALL_HINTS
     from corerl.plugin.registry import Entry as Entry

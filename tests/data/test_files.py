@@ -66,7 +66,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, name: str, conten
 def test_without_a_wheel_that_reads_them_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parquet(tmp_path / "p.parquet", prompt=["x", "y"])
     directory = put(tmp_path / "set", "train")
-    monkeypatch.setattr(files, "usable", lambda kind: [])
+    monkeypatch.setattr(files, "formats_here", list)
     for source in (path, directory):
         with pytest.raises(ConfigError, match=r"only .jsonl files are read; pip install 'corerl\[data\]' to read "):
             load(source)

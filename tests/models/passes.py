@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from corerl.models.build import materialize, stored_buffers
 from corerl.models.layouts import Policy, make_policy
 from corerl.ops.packing import PackedSequences
 from corerl.types import Output
+from corerl_testing import smallest_config
 
 LENGTHS = (24, 9, 1, 17)  # longer than the windows of the smallest configs
 TEMPERATURE = 0.7
@@ -67,3 +69,42 @@ def assert_same(
         theirs = torch.zeros_like(param) if grad is None else grad
         # Some, such as of a bias of all keys, are zero but for rounding.
         assert float((mine - theirs).norm()) <= 1e-5 * max(float(theirs.norm()), 1e-3 * norm), name
+
+
+def pass_with_the_group(model_type: str, layout: str) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
+    """Outputs and gradients of a policy whose output matrix the ranks of the group share, as one rank has them."""
+    model = _odd(model_type)
+    policy = make_policy(model.config, dtype=torch.float32, layout=layout, group=dist.group.WORLD)
+    materialize(policy.model, {name: nn.Parameter(each.detach().clone()) for name, each in model.named_parameters()})
+    vocab, width = policy.model.lm_head.weight.shape
+    rows = -(-vocab // dist.get_world_size())
+    # Padding that a softmax would notice.
+    padded = torch.cat(
+        [policy.model.lm_head.weight.detach(), 100 * torch.ones(rows * dist.get_world_size() - vocab, width)]
+    )
+    policy.model.lm_head.weight = nn.Parameter(padded.split(rows)[dist.get_rank()].clone())
+    return _outputs_and_gradients(policy)
+
+
+def pass_alone(model_type: str, layout: str) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
+    return _outputs_and_gradients(policy_of(_odd(model_type), layout))
+
+
+def _odd(model_type: str) -> PreTrainedModel:
+    """A model whose vocabulary no two ranks can share equally; its weights are the same each time."""
+    config = smallest_config(model_type)
+    config.vocab_size = 97
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def _outputs_and_gradients(policy: Policy) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
+    tokens = torch.randint(3, 90, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    packing = PackedSequences.of(torch.tensor([0, *LENGTHS]).cumsum(0), "cpu")
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    found = policy.eval()(tokens, packing, positions, TEMPERATURE, BOTH)
+    weights = torch.rand(2, len(tokens), generator=torch.Generator().manual_seed(2))
+    (found[Output.LOGPROBS] @ weights[0] + found[Output.ENTROPY] @ weights[1]).backward()
+    outputs = {output: values.detach() for output, values in found.items()}
+    return outputs, {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}

@@ -15,6 +15,9 @@ def only_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def requirements_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extension `advice` looks up no requirements, which is half of a plan's time."""
-    monkeypatch.setattr("corerl_doctor.advice.unmet", lambda names: [])
+def required(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The distributions whose requirements each plan asks for; looking them up is half of a plan's time, and tested in
+    tests/plugin."""
+    asked: list[set[str]] = []
+    monkeypatch.setattr(make, "require_met", lambda names: asked.append({*names}))
+    return asked

@@ -14,11 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from corerl.config.schema import CheckpointConfig, Config, DataConfig, LoraConfig, ModelConfig
 from corerl.config.toml_text import to_plain
-from corerl.errors import ConfigError
 from corerl.models.config import hf_config
 from corerl.models.files import meta_model
 from corerl.plan.data import with_prompt_check
-from corerl.plan.make import make_plan
 from corerl.plan.resolve import settle_algorithm
 from corerl_doctor.advice import (
     absent_extensions,
@@ -31,7 +29,6 @@ from corerl_doctor.advice import (
     unused,
     without_adapters,
 )
-from corerl_doctor.installation import unmet
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config
 from tests.driver.saved import config_in, make_config, make_model
@@ -197,12 +194,3 @@ def test_a_broken_extension_that_may_join_is_noted(install: Callable[..., Path])
         "the extension 'torn' of corerl-torn takes no part: ModuleNotFoundError: No module named "
         "'a_library_that_is_not_there'; run corerl doctor torn, or uninstall corerl-torn"
     )
-
-
-def test_a_run_whose_requirements_are_not_met_does_not_begin(
-    tmp_path: Path, old_tomli_w: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("corerl_doctor.advice.unmet", unmet)
-    with pytest.raises(ConfigError) as caught:
-        make_plan(config_in(tmp_path / "run"))
-    assert caught.value.message == old_tomli_w

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from corerl.config.load import as_config
-from corerl.errors import UserError
+from corerl.errors import PluginIncompatible, UserError
 from corerl.plan.group import plan_group
 from corerl.plan.plan import GroupPlan
+from corerl.plugin.origins import require_met
 from tests.driver.saved import DATA, TEACHER, make_config, make_model, save
 
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}}  # without tokenizer or prompts
@@ -59,6 +60,15 @@ def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
 def test_what_cannot_be_is_told_before_a_process_starts(tables: dict[str, Any], expected: list[str]) -> None:
     found = sorted(lines(**tables))
     assert [line.startswith(start) for line, start in zip(found, sorted(expected), strict=True)] == [True] * len(found)
+
+
+def test_a_group_whose_requirements_are_not_met_does_not_begin(
+    old_tomli_w: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corerl.plan.make.require_met", require_met)
+    with pytest.raises(PluginIncompatible) as caught:
+        planned()
+    assert caught.value.message == old_tomli_w
 
 
 def test_a_group_resumes_from_its_part_of_a_checkpoint(tmp_path: Path) -> None:

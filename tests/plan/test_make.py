@@ -31,6 +31,12 @@ def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install
     assert [each["name"] for each in defaults.record["extensions"]] == ["console", "jsonl", "tensorboard", "curves"]
 
 
+@pytest.mark.usefixtures("only_listed")
+def test_requirements_of_all_distributions_that_take_part_are_checked(tmp_path: Path, required: list[set[str]]) -> None:
+    make_plan(config_in(tmp_path / "run", backend={"name": "fsdp"}, rollout={"engine": "transformers"}))
+    assert required == [{"corerl", "corerl-fsdp", "corerl-transformers"}]
+
+
 def test_each_roles_layout_is_chosen_and_explained(tmp_path: Path) -> None:
     whole = {"path": "", "config": {**DATA["model"]["config"], "model_type": "nemotron"}}
     critic = {"roles": {"critic": {"ranks": 1, "model": whole, "train": {"precision": "float32"}}}}

@@ -265,13 +265,16 @@ def test_other_data_are_refused_by_run_and_check(checkpoint: Path, starting: boo
     )
 
 
-def test_without_a_wheel_that_compares_rows_only_the_same_are_resumed(
+def test_without_a_wheel_that_compares_rows_only_the_same_are_trained_on_further(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corerl.plan.resume.usable", lambda kind: [])
+    monkeypatch.setattr("corerl.plan.resume.formats_here", list)
     assert plan_with(checkpoint).first_step == 2
-    with pytest.raises(CheckpointError, match=r"not the checkpoint's, in its order .* pip install 'corerl\[data\]'"):
+    other = r"the data are not the checkpoint's: other rows, another order .*pip install 'corerl\[data\]'"
+    with pytest.raises(CheckpointError, match=f"{other}.* or set data.restart=true"):
         plan_with(checkpoint, held_out=20)
+    for plan in (plan_with(checkpoint, held_out=20, restart=True), plan_with(checkpoint, mode="eval", held_out=20)):
+        assert any("not the checkpoint's: other rows" in each for each in plan.notices)
 
 
 OLD = [f"p{n}" for n in range(20)]

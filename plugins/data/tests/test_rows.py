@@ -11,7 +11,8 @@ import pytest
 
 from corerl.config import config_of
 from corerl.data import load_prompts
-from corerl.errors import ConfigError, DataError
+from corerl.errors import ConfigError, DataError, PluginBroken
+from corerl.plugin import Kind
 from tests.data.files import load, write
 
 CARD = """---
@@ -155,3 +156,14 @@ def test_the_cache_of_hugging_face_is_read_at_main(tmp_path: Path) -> None:
     (cache / "refs").mkdir()
     write(cache / "refs" / "main", "def")
     assert len(load(cache)) == 5
+
+
+def test_a_wheel_that_cannot_be_used_is_not_called_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(kind: Kind, name: str) -> None:
+        raise PluginBroken(f"{name} of {kind.value} is broken")
+
+    monkeypatch.setattr("corerl.data.files.usable", lambda kind: [])
+    monkeypatch.setattr("corerl.data.files.load", broken)
+    (tmp_path / "rows.csv").write_text("prompt,answer\n1+1,2\n")
+    with pytest.raises(PluginBroken, match="datasets of formats is broken"):
+        load(tmp_path / "rows.csv")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl_doctor.installation import unmet
+from corerl.plugin import unmet
 
 Install = Callable[..., Path]
 

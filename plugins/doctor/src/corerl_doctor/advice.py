@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from corerl.algorithms import ACTOR
 from corerl.config import EXPERTS
 from corerl.messages import listed, short_repr
 from corerl.models import (
@@ -28,9 +29,7 @@ from corerl.models import (
     unread_parameters,
 )
 from corerl.pictures import read
-from corerl.plan import selected
-from corerl.plugin import Capability, Kind, PlanAnswer, locate
-from corerl_doctor.installation import PIP, unmet
+from corerl.plugin import Capability, Kind, PlanAnswer
 from corerl_doctor.listing import Status, installed
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ class Advising:
         pass
 
     def plan_ready(self, plan: PlanReady) -> PlanAnswer:
-        lacks = unmet(distributions_of(plan.config))
-        fix = " ".join([f"{PIP} install", *(f"'{each.wanted}'" for each in lacks)])
-        return PlanAnswer(notices=list(advice(plan)), problems=[f"{each}; {fix}" for each in lacks])
+        return PlanAnswer(notices=list(advice(plan)))
 
 
 def advice(plan: PlanReady) -> Iterator[str]:
@@ -81,8 +78,11 @@ def advice(plan: PlanReady) -> Iterator[str]:
     yield from absent_extensions()
     for model in plan.models.values():
         if model.settings.path:
-            yield from of_files(model, read=plan.start.resume is None or model.frozen)
+            adapted = model.lora is not None  # adapters alone are in a checkpoint
+            yield from of_files(model, read=plan.start.resume is None or model.frozen or adapted)
         yield from of_model(model)
+    if config.algorithm.reference and (lacking := unused(config.algorithm.reference, plan.models[ACTOR].hf)):
+        yield f"algorithm.reference: {lacking}"
     if plan.processes.device == "cuda":
         yield from of_choices(plan)
     if config.run.trains:
@@ -92,11 +92,6 @@ def advice(plan: PlanReady) -> Iterator[str]:
 
 
 # ---- what is installed -----------------------------------------------------------------------------------------------
-
-
-def distributions_of(config: Config) -> list[str]:
-    """The distributions whose code a run of the config has, core's first."""
-    return ["corerl", *(locate(each.kind, each.name).distribution for each in selected(config) if each.used)]
 
 
 def absent_extensions() -> Iterator[str]:

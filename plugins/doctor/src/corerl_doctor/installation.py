@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from attrs import frozen
-
 from corerl.ops import why_unbuildable
-from corerl.plugin import Entry, Finding, Kind, Level, ok, scan
+from corerl.plugin import Entry, Finding, Kind, Level, ok, scan, unmet
 
 PIP = "python -m pip"
 LIBRARIES = ("torch", "transformers", "ray", "numpy")
@@ -96,48 +94,6 @@ def editable(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
                 why="entry points are copied when a package is installed; editing them changes nothing until then",
                 fix=f"{PIP} install --no-deps -e {project}",
             )
-
-
-@frozen(kw_only=True)
-class Unmet:
-    """A requirement that this environment does not meet."""
-
-    by: str  # the distribution that has the requirement, with its version
-    name: str  # of the distribution that it requires
-    wanted: str  # as pip takes it
-    found: str  # the installed version; empty if it is not installed
-
-    def __str__(self) -> str:
-        found = f"{self.name} {self.found} is installed" if self.found else f"no {self.name} is installed"
-        return f"{self.by} requires {self.wanted}, but {found}"
-
-
-def unmet(distributions: Iterable[str]) -> list[Unmet]:
-    """What the distributions of these names require and this environment lacks, each requirement once. Requirements of
-    extras do not count, nor those for other Pythons and systems; a name that is not installed requires nothing."""
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-
-    def version_of(name: str) -> str:
-        try:
-            return distribution(name).version if name else ""
-        except PackageNotFoundError:
-            return ""
-
-    found: dict[str, Unmet] = {}
-    for name in distributions:
-        own = version_of(name)
-        for wanted in map(Requirement, (distribution(name).requires or ()) if own else ()):
-            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-                continue
-            wanted.marker = None
-            version = version_of(wanted.name)
-            # A pre-release counts as its release too: vendors' containers come with such as torch 2.9.0a0.
-            releases = (version, Version(version).base_version) if version else ()
-            if not any(wanted.specifier.contains(each, prereleases=True) for each in releases):
-                lack = Unmet(by=f"{name} {own}", name=wanted.name, wanted=str(wanted), found=version)
-                found.setdefault(lack.wanted, lack)
-    return list(found.values())
 
 
 def requirements(distributions: Iterable[str]) -> Iterator[Finding]:
