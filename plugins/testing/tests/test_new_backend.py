@@ -110,7 +110,8 @@ def test_its_quickstart_is_ours_on_the_new_backend(tmp_path: Path) -> None:
     theirs = load_config(generated("mine", tmp_path) / "quickstart.toml")
     ours = load_config(ROOT / "examples/quickstart.toml")
     assert theirs.backend.name == "mine"
-    assert evolve(theirs, backend=ours.backend, backends=ours.backends) == ours
+    assert theirs.run.dir == "runs/mine-quickstart"
+    assert evolve(theirs, run=ours.run, backend=ours.backend, backends=ours.backends) == ours
 
 
 @pytest.mark.parametrize("name", ["a", NAME, "x" * LONGEST])
