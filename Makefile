@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 EDITABLE := $(PLUGINS:%=-e %)
+# reasoning-gym has a dependency that pip compiles, with a C compiler and Python's headers: `make quickstart` wants neither.
+COMPILED := plugins/reasoning-gym
 
 # Every process of a run has a thread of its own; more of them fight for the cores.
 export OMP_NUM_THREADS ?= 1
@@ -59,7 +61,7 @@ $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("CoreRL needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e . $(EDITABLE)
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e . $(patsubst %,-e %,$(filter-out $(COMPILED),$(PLUGINS)))
 	@touch $@
 
 $(DEV): $(RUNTIME)

@@ -134,6 +134,12 @@ def short_repr(value: object, longest: int = LONGEST) -> str:
     return shorten(repr(value), longest)
 
 
+def loading() -> None:
+    """A first line at once, on a terminal: importing what a run needs takes up to half a minute."""
+    if sys.stderr.isatty():
+        print("corerl: loading torch, transformers and plugins", file=sys.stderr, flush=True)
+
+
 def note(line: str) -> None:
     """Print a notice for the user where there is no display of a run."""
     print(f"corerl: note: {shorten(line, LONGEST_LINE)}", file=sys.stderr)

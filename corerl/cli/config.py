@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from corerl.plugin.registry import Loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,17 +33,34 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     from corerl.cluster.forks import fork_server
-    from corerl.config.load import load_config
+    from corerl.config.load import config_of, read_toml
+    from corerl.errors import ConfigError
     from corerl.imports import uncollected
+    from corerl.messages import loading
     from corerl.plan.environment import preload_of
 
-    config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
+    data = read_toml(args.file)
+    if (command := command_of(data)) is not None:
+        raise ConfigError(
+            f"{args.file}: the table [{command.name}] makes it a config of another command; run: corerl {command.name} "
+            f"{shlex.quote(args.file)}"
+        )
+    config = config_of(data, args.overrides)  # before torch is imported, so that its errors come at once
+    loading()
     preload = preload_of(config)
     with fork_server(preload.modules, preload.environment) as forks:
         with uncollected():
             from corerl.loop import train
         train(config, forks=forks)
     return 0
+
+
+def command_of(data: Mapping[str, Any]) -> Loaded | None:
+    """The plugin's command, if any, whose table a file has: it is for this command, and for no run."""
+    from corerl.plugin.registry import Kind, installed_names, load
+
+    named = (load(Kind.COMMANDS, name) for name in sorted(data.keys() & set(installed_names(Kind.COMMANDS))))
+    return next((command for command in named if command.spec.check), None)
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -53,16 +76,14 @@ def run_check(args: argparse.Namespace) -> int:
     from corerl.imports import uncollected
     from corerl.messages import note
     from corerl.plan.resolve import ignored_tables
-    from corerl.plugin.registry import Kind, installed_names, load, load_implementation
+    from corerl.plugin.registry import Kind, load_implementation
 
     data = read_toml(args.file)  # once: it may be a pipe
-    for name in sorted(data.keys() & set(installed_names(Kind.COMMANDS))):
-        command = load(Kind.COMMANDS, name)
-        if command.spec.check:  # of a file for this command, and for no run
-            for line in load_implementation(Kind.COMMANDS, command, command.spec.check)(args.file, args.overrides):
-                note(line)
-            print(f"{args.file}: ok for corerl {name}")
-            return 0
+    if (command := command_of(data)) is not None:
+        for line in load_implementation(Kind.COMMANDS, command, command.spec.check)(args.file, args.overrides):
+            note(line)
+        print(f"{args.file}: ok for corerl {command.name}")
+        return 0
     config = config_of(data, args.overrides)
     ignored = ignored_tables(config)
     for line in ignored:  # first: they may explain what is wrong

@@ -154,13 +154,22 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     if rest and (rest != overrides or "overrides" not in args):
         from corerl.config.load import key_of
 
-        dashed = any(word.startswith("--") and "." in word.partition("=")[0] for word in rest)
-        hint = "; settings are written KEY=VALUE, without dashes" if dashed and "overrides" in args else ""
+        hint = _undashed(rest) if "overrides" in args else ""
         unknown = " ".join(shorten(key_of(word), LONGEST) for word in rest)
         parser.error(f"unrecognized arguments: {unknown}{hint}")
     if overrides:
         args.overrides = [*args.overrides, *overrides]
     return args
+
+
+def _undashed(words: Sequence[str]) -> str:
+    """The end of a message about arguments, if one of them is a setting with dashes; its value may be a secret."""
+    from corerl.config import Config
+    from corerl.config.structuring import deeper
+
+    keys = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    meant = [path for key in keys for path in ([key] if "." in key else deeper(Config, key.replace("-", "_")))]
+    return f"; settings are written KEY=VALUE, without dashes, such as {meant[0]}=VALUE" if meant else ""
 
 
 def _add_working_directory() -> None:

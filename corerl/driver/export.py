@@ -96,9 +96,10 @@ def export(
     if saved.lora is not None and not merge:
         saved.write_adapters(directory, DTYPES[dtype or "float32"])
         if not saved.model.path:
+            given = "" if config is None else " --config FILE"
             notify(
                 f"{directory} has adapters alone, and no directory has their base weights, which the run made at "
-                f"random: for a whole model use: corerl export {shlex.quote(str(checkpoint))} DIRECTORY --merge"
+                f"random: for a whole model use: corerl export {shlex.quote(str(checkpoint))} DIRECTORY{given} --merge"
             )
         return directory
     saved.write_model(directory, dtype)

@@ -73,6 +73,10 @@ def test_what_a_group_has_saved_is_exported_with_its_config(tmp_path: Path, caps
     (tmp_path / "group.toml").write_text(dump_toml(evolve(config, lora=LoraConfig(rank=3))))
     given = ["--config", str(tmp_path / "group.toml"), "--merge"]
     assert main(["export", str(checkpoint), str(tmp_path / "run's"), "--merge"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["export", str(checkpoint / "actor"), str(tmp_path / "adapters"), *given[:2]]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f": corerl export {checkpoint}/actor DIRECTORY --config FILE --merge")
     assert main(["export", str(checkpoint / "actor"), str(tmp_path / "group's"), *given]) == 0
     wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("run's", "group's"))
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)

@@ -103,6 +103,18 @@ def test_what_is_neither_option_nor_override_is_refused(line: str, capsys: pytes
     assert ended.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "setting"), [("--steps=3", "run.steps"), ("--clip-norm", "train.optimizer.clip_norm"), ("--a.b=3", "a.b")]
+)
+def test_a_setting_with_dashes_is_named_as_it_is_written(
+    word: str, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["keeping", "F", word])
+    hint = f"; settings are written KEY=VALUE, without dashes, such as {setting}=VALUE\n"
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def test_python_m_runs_the_command_and_an_import_does_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

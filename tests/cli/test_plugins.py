@@ -174,6 +174,7 @@ def test_a_module_is_of_the_kind_of_its_spec(capsys: pytest.CaptureFixture[str])
     ("name", "end"),
     [
         ("rich", "'rich' is the name of several plugins; write --kind engine or --kind extension\n"),
+        ("train", "'train' is no plugin but a table of core; corerl options FILE.toml shows core's settings\n"),
         ("transformrs", "unknown plugin 'transformrs'; did you mean 'transformers'?\n"),
         ("absent", "to install 'absent': pip install 'corerl[absent]'\n"),
     ],

@@ -33,6 +33,15 @@ def test_the_loop_gets_the_file_with_overrides(
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_terminal_gets_a_line_before_long_imports(
+    trained: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.toml").write_text(SOUND)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["train", str(tmp_path / "run.toml")]) == 0
+    assert capsys.readouterr().err == "corerl: loading torch, transformers and plugins\n"
+
+
 def test_modules_in_the_working_directory_can_be_imported(
     trained: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

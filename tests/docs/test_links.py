@@ -7,10 +7,12 @@ import pytest
 
 from tests.docs.test_code_blocks import FENCE, PAGES, ROOT
 
+OTHERS = [ROOT / "CHANGELOG.md"]
+OTHERS += [page for folder in ("benchmarks", "examples") for page in sorted((ROOT / folder).rglob("*.md"))]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_has_words_and_leads_to_a_file(page: Path) -> None:
     links = LINK.findall(FENCE.sub("", page.read_text()))
     assert [target for words, target in links if not words.strip()] == []

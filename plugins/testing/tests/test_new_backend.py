@@ -120,7 +120,8 @@ def test_its_quickstart_is_ours_on_the_new_backend(tmp_path: Path) -> None:
     theirs = load_config(generated("mine", tmp_path) / "quickstart.toml")
     ours = load_config(ROOT / "examples/quickstart.toml")
     assert theirs.backend.name == "mine"
-    assert evolve(theirs, backend=ours.backend, backends=ours.backends) == ours
+    assert theirs.run.dir == "runs/mine-quickstart"
+    assert evolve(theirs, run=ours.run, backend=ours.backend, backends=ours.backends) == ours
 
 
 @pytest.mark.parametrize("name", ["a", NAME, "x" * LONGEST])
@@ -179,18 +180,19 @@ def test_the_backend_conforms_on_one_rank_and_on_two(installed: Environment, tmp
     found = json.loads(report.read_text())
     assert (found["backend"], found["distribution"], found["levels"]) == (NAME, "corerl-two-words", [0, 1, 2])
     lacks = {name for name, support in found["capabilities"].items() if support["grade"] != "full"}
-    assert lacks == {"float16", "lora", "recompute"}
+    assert lacks == {"expert-lora", "float16", "lora", "pictures", "recompute", "shared-prefixes"}
     summary: Mapping[str, int] = found["summary"]
     assert summary["passed"] > 0 and summary["failed"] == summary["blocked"] == summary["expected"] == 0
     unsupported = {each["id"] for each in found["checks"] if each["outcome"] == "unsupported"}
-    assert unsupported == {"C56", "C57", "C72", "C73", "C74"}
+    assert unsupported == {"C56", "C57", "C72", "C73", "C74", "C77", "C78", "C79", "C82"}
 
 
 def test_its_own_tests_run_the_suite(installed: Environment) -> None:
-    suite = ["--corerl-level", "1", "--corerl-check", "C41"]  # training, and what it builds on
+    # Pictures, which the spec does not name, and what they build on: training, saving, sleep.
+    suite = ["--corerl-level", "1", "--corerl-check", "C78"]
     status, said = installed.pytest("-p", "no:cacheprovider", *suite, cwd=installed.package)
     assert status == 0, said
-    assert " passed" in said and " failed" not in said
+    assert all(each in said for each in (" passed", " unsupported")) and " failed" not in said
 
 
 @pytest.mark.nightly

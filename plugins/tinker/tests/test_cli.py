@@ -14,6 +14,7 @@ import tomli_w
 from tinker import types
 
 from corerl.errors import ConfigError, UserError
+from corerl_testing import main
 from corerl_tinker.cli import KEY_VARIABLE, check, key_of, listener, read_config, url_of
 from corerl_tinker.options import ServeOptions
 from plugins.tinker.tests.recipes.conftest import printed
@@ -81,6 +82,12 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, overrides: list[st
     with pytest.raises(ConfigError) as wrong:
         read_config(str(path), overrides)
     assert line in wrong.value.message and "\n" not in wrong.value.message
+
+
+def test_a_servers_config_is_refused_by_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", EXAMPLE]) == 2
+    wanted = f"{EXAMPLE}: the table [serve] makes it a config of another command; run: corerl serve {EXAMPLE}"
+    assert capsys.readouterr().err == f"corerl: error: {wanted}\n"
 
 
 def test_config_check_says_what_serve_would() -> None:

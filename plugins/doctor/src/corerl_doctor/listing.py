@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from corerl.config import class_fields, load_config, toml_key, toml_value
+from corerl.config import Config, class_fields, load_config, toml_key, toml_value
 from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound, UserError
 from corerl.messages import did_you_mean, one_line, printable
 from corerl.plan import filled_in
@@ -168,6 +168,10 @@ def run_options(args: argparse.Namespace) -> int:
     if args.kind and args.kind not in nouns:
         raise UserError(f"unknown kind {args.kind!r}; known: {', '.join(nouns)}{did_you_mean(args.kind, nouns)}")
     kinds = [nouns[args.kind]] if args.kind else kinds_of(args.name)
+    if not kinds and args.name in class_fields(Config):
+        raise UserError(
+            f"{args.name!r} is no plugin but a table of core; corerl options FILE.toml shows core's settings"
+        )
     if not kinds:
         known = [name for kind in Kind for name in known_names(kind)]
         near = did_you_mean(args.name, known) or "; corerl plugins lists all"

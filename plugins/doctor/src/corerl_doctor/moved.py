@@ -66,7 +66,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "the method `resized` of a `Plan`": "`corerl_elastic.sizes.resized(plan, overrides)`",
         "corerl.plugin:known_names": "corerl_doctor, in whose module `listing` it is",
         "corerl.plugin:kinds_of": "corerl_doctor, in whose module `listing` it is",
-        "corerl.plugin:Resources": "corerl.plugin: BackendSpec, which has none: each process has one device",
+        "corerl.plugin:Resources": "corerl.plugin: BackendSpec has none: each process has one device",
         "corerl.plugin.context": "corerl.plugin: Context",
         "corerl.ops.upload": "corerl.ops: upload",
         "corerl.ops:clip_grads": "corerl.ops: scale_grads, clip_factor",

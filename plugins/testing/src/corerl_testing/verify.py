@@ -61,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     asked = _backend(args) if args.algorithm is None else _algorithm(args)
     suite = "corerl_testing.suite" if args.algorithm is None else "corerl_testing.algorithm_suite"
     command = [sys.executable, "-m", "pytest", "--pyargs", suite, "-p", "corerl_testing.plugin"]
-    # Neither the current directory nor other pytest plugins may influence how the suite runs.
-    command += ["-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
+    # Neither the current directory, nor the conftest.py of a checkout above the suite, nor other pytest plugins may
+    # influence how the suite runs.
+    command += ["-c", os.devnull, "--rootdir", ".", "--noconftest", "--import-mode=importlib"]
+    command += ["-p", "no:cacheprovider", "--tb=short"]
     command += asked
     for check in args.check:
         command += ["--corerl-check", check]

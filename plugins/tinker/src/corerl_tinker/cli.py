@@ -18,7 +18,7 @@ from attrs import evolve
 from corerl.algorithms import ACTOR
 from corerl.config import Config, load_with_table
 from corerl.errors import ConfigError
-from corerl.messages import note
+from corerl.messages import loading, note
 from corerl_tinker.options import ServeOptions
 
 KEY_VARIABLE = "TINKER_API_KEY"  # which clients read too
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     config, options = read_config(args.config, args.overrides)
     with listener(options) as listening:  # before ranks start, which takes long
         key = key_of(listening)
+        loading()
         import corerl
         from corerl_tinker.app import Server
         from corerl_tinker.training import ServedPolicy
