@@ -105,7 +105,7 @@ smollm2: $(VENV)/smollm2/config.json ## the pretrained model of some tests, 270 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: $(DEV) ## the tests of core and plugins that pass without a GPU, in twelve minutes on two cores
+test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
 
 test-all: $(DEV) smollm2 test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-mini-swe-agent test-wheels ## every night: all tests, also with other versions
