@@ -30,6 +30,8 @@ def test_a_reduction_that_raised_leaves_no_tensor_to_the_next() -> None:
     first = reduce.allocate((3,), dtype=torch.float32, device=CPU)
     assert reduce.allocate((3,), dtype=torch.float32, device=CPU) is first
     assert reduce.allocate((3,), dtype=torch.float32, device=CPU) is not first
+    held = reduce.allocate((3,), dtype=torch.float32, device=CPU)  # again without an output, but not let go of
+    assert reduce.allocate((4,), dtype=torch.float32, device=CPU).shape == (4,) and held.shape == (3,)
 
 
 def test_one_rank_reduces_in_one_buffer_and_two_do_not(runs: Runs) -> None:

@@ -19,9 +19,9 @@ class OneRankReduce:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Called twice a reduction: for the input, and on the stream of reductions for the output."""
-        # Weak: after a reduction that raised, the next one does not get its tensor.
+        # Weak, and looked at: after a reduction that raised, the next one does not get its tensor.
         given = None if self._input is None else self._input()
-        if given is None:
+        if given is None or (given.shape, given.dtype) != (torch.Size(size), dtype):
             given = torch.empty(tuple(size), dtype=dtype, device=device)
             self._input = weakref.ref(given)
             return given
