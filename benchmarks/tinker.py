@@ -98,7 +98,8 @@ def served(args: argparse.Namespace, directory: Path) -> list[dict[str, float]]:
             if client.process.poll() != 0:
                 print(f"the recipe ended with {client.process.poll()}:\n{client.output()[-4000:]}", flush=True)
         print(server.output()[-2000:], flush=True)
-    return [json.loads(line) for line in (directory / "log" / "metrics.jsonl").read_text().splitlines()]
+    metrics = directory / "log" / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
 def trained(args: argparse.Namespace, directory: Path) -> Sequence[Mapping[str, float]]:
