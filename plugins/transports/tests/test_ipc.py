@@ -14,7 +14,7 @@ from corerl.errors import WeightUpdateError
 from corerl.weights import Address, Bucket, build_manifest
 from corerl_testing import open_sender
 from corerl_transports import ipc, shared
-from corerl_transports.ipc import IpcReceiver, IpcSender
+from corerl_transports.ipc import GONE, IpcReceiver, IpcSender
 from corerl_transports.shared import opened
 from tests.machine import paced
 from tests.weights.ends import MANIFEST, Engine, address_of, no_room, push, same, weights
@@ -86,6 +86,22 @@ def test_each_rank_sends_to_its_own_receivers() -> None:
     assert same(engines[0].loaded, weights(1)) and same(engines[2].loaded, weights(1))
     for end in (*senders, *engines):
         end.close()
+
+
+def test_an_engine_that_fails_after_all_was_sent_is_told_of(pair: Any) -> None:
+    address, sender, engine = pair
+    go = threading.Event()
+
+    def fail(bucket: Bucket, flat: torch.Tensor) -> None:
+        go.wait()
+        no_room(bucket, flat)
+
+    one = build_manifest([("a", (8,))], dtype="float32", bucket_bytes=32)
+    received = engine.take(address, 1, one, load=fail)
+    sender.open(one, 1)
+    sender.send(one.buckets[0], torch.ones(8))
+    go.set()
+    assert list(sender.finish().values()) == [GONE] and "no room" in str(received.exception())
 
 
 def test_an_engine_that_stops_loading_is_dropped_in_time() -> None:

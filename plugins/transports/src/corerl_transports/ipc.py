@@ -34,6 +34,7 @@ from corerl.messages import first_line
 from corerl.weights import Address, Arriving, Bucket, Manifest, Receiver, WeightSender, digest
 from corerl_transports.shared import Handle, Shared, opened, share
 
+GONE = "closed its connection: its process ended, or it could not load the weights"
 BUFFERS = 2
 CONNECT_SECONDS = 0.01  # between attempts to connect
 POLL_SECONDS = 0.25  # between checks of `lost`
@@ -215,7 +216,7 @@ class IpcSender(WeightSender):
         except (ConnectionError, ValueError):  # the peer ended, or sent no message of ours
             message = None
         if message is None and found is not None:
-            self._drop(found, "closed its connection: its process ended, or it could not load the weights")
+            self._drop(found, GONE)
         elif message is None or (found is None and message.get("index") not in self._receivers):
             self._selector.unregister(connection)
             connection.close()
@@ -225,6 +226,8 @@ class IpcSender(WeightSender):
             self._peers[found].loading.discard(message["bucket"])
         else:
             self._closed_by(self._peers[found], message["opened"])
+            if message["is"] == "left":
+                self._drop(found, GONE)
 
     def _closed_by(self, peer: _Peer, opened: list[int]) -> None:
         peer.closed = True
@@ -347,7 +350,7 @@ class IpcReceiver(Receiver):
         opened = self._close_handles()
         if self._connection is not None:
             try:
-                _send(self._connection, {"is": "closed", "opened": opened})
+                _send(self._connection, {"is": "left", "opened": opened})
             except OSError:  # the sender is gone, which the error in progress says
                 self._opened = {}
         self.close()
