@@ -125,7 +125,7 @@ class WeightStream(Primitives):
         """The whole adapters to merge, as `_adapter_bucket`, on rank `root`, or on all ranks if it is None; None
         elsewhere, and if there are none."""
         bucket = self._adapter_bucket
-        if bucket is None:
+        if bucket is None or not self._merges:
             return None
         numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where they are needed
         where = self._gather_plan.memory("adapters", numel, torch.float32, self.device)

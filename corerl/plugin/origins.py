@@ -1,4 +1,4 @@
-"""Where plugins come from, as data: every process of a run must find the same ones."""
+"""Where plugins come from, as data: every process of a run must find the same ones, with what they require."""
 
 from __future__ import annotations
 

@@ -89,13 +89,14 @@ def test_scaled_steps_equal_those_with_gradients_that_torch_clips(fused: bool, l
             torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-39])  # of which float32 has no reciprocal
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_factor_of_zero_steps_as_zero_gradients_do(fused: bool) -> None:
+def test_a_factor_of_nearly_zero_steps_as_zero_gradients_do(fused: bool, factor: float) -> None:
     params = make_params()
     optimizer = adamw(params, SHAPES, evolve(CONFIG, weight_decay=0.0), fused=fused)
     for name, gradient in gradients(0).items():
         params[name].grad = gradient
-    step_scaled(optimizer, 0.0)
+    step_scaled(optimizer, factor)
     for name, param in make_params().items():
         assert torch.equal(params[name], param)
 
