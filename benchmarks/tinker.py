@@ -157,15 +157,27 @@ def main() -> None:
     ours, other = of(recipe, "time/total"), of(run, "time/step")
     what, rounds = "a step of math_rl on corerl serve", min(len(ours), len(other))
     both = {"ours": ours[:rounds], "other": other[:rounds]}
+    # Rows end where their random weights say, so that the sides' batches differ.
+    lengths = [of(recipe, "env/all/ac_tokens_per_turn"), of(run, "rollout/response_length")]
+    by_token = {
+        side: [each / n for each, n in zip(both[side], of, strict=False)]
+        for side, of in zip(both, lengths, strict=True)
+    }
     numbers = [
         *(("the recipe", name, of(recipe, f"time/{name}"), "s") for name in RECIPE),
         *(("the run", name, of(run, f"time/{name}"), "s") for name in RUN),
-        ("the run", "tokens of a response", of(run, "rollout/response_length"), "tokens"),
+        ("the recipe", "tokens of a response", lengths[0], "tokens"),
+        ("the run", "tokens of a response", lengths[1], "tokens"),
     ]
     report = Report(
         name="tinker",
         size=f"{args.prompts * args.samples} samples of at most {args.new} tokens a step",
-        comparisons=[Comparison(what=what, against="of corerl train", target=TARGET, **both)] if rounds else [],
+        comparisons=[
+            Comparison(what=what, against="of corerl train", target=TARGET, **both),
+            Comparison(what=f"{what}, for each sampled token of a row", against="the same", target=TARGET, **by_token),
+        ]
+        if rounds
+        else [],
         numbers=[
             Number(what=f"{side}: {name}", values=values, unit=unit) for side, name, values, unit in numbers if values
         ],

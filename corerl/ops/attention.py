@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, embedding_bag, pad, scaled_dot_product_attention
 
+from corerl.ops import cudnn
 from corerl.ops.packing import PackedSequences
 
 LARGEST_HEAD = 256  # largest head size that the packed kernel takes
@@ -174,18 +175,22 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of q [T, H, D], k and v [T, Hkv, D] in half precision on CUDA, within the sequences that
     `cu_seqlens` [S + 1] bounds, of which the longest has `longest` [] tokens, on the host; a token sees `window`
-    tokens, itself among them, or with FULL all. Returns [T, H, D] and the log-sum-exp [H, T] of its scores.
+    tokens, itself among them, or with FULL all. Returns [T, H, D] and the log-sum-exp of its scores, [H * T] in the
+    kernel's own order. The kernel is cuDNN's where `cudnn.takes` says so, else torch's FlashAttention.
 
     With shared prefixes, sequence s has as many of the last tokens of the one that `keys` [S + 1] bounds, and sees all
     of that, whose keys and values the other three name, as in `SharedPrefixes`: the kernel reads copies of those, as
     causality ends at the last token of both. Copies are made again in the backward pass, not kept for it."""
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
+    if place is None and cudnn.takes(q, at_most):
+        q, k, v = (each.contiguous() for each in (q, k, v))
+        return cudnn.attention(q, k, v, cu_seqlens, at_most, scale, left + 1)
     k, v = (each if place is None else each.index_select(0, place) for each in (k, v))
     out, lse, *_ = KERNEL(
         q, k, v, cu_seqlens, cu_seqlens if keys is None else keys, at_most, at_most, 0.0, left == FULL, False,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
-    return out, lse
+    return out, lse.flatten()
 
 
 @torch.library.custom_op(
@@ -211,6 +216,10 @@ def flash_attention_backward(
     first_copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
+    if place is None and cudnn.takes(q, at_most):
+        grad, q, k, v = (each.contiguous() for each in (grad, q, k, v))
+        return cudnn.attention_backward(grad, q, k, v, out, lse, cu_seqlens, at_most, scale, left + 1)
+    lse = lse.view(q.shape[1], len(q))
     # Of dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     read = [each if place is None else each.index_select(0, place) for each in (k, v)]
@@ -231,7 +240,7 @@ def flash_attention_backward(
 
 @flash_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[1] * q.shape[0], dtype=torch.float32)
 
 
 @flash_attention_backward.register_fake

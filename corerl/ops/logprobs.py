@@ -15,6 +15,9 @@ from corerl.ops.softmax import RowSums, Slopes, gradient_, in_place, row_sums
 # Logits per chunk. Every chunk reads the whole weight and adds to its whole gradient, so fewer chunks are faster.
 # 64 MiB and 1 GiB in float32, with a peak of up to 2.5 times that; with kernels 1 GiB in bfloat16, with no copies.
 LOGITS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28, "kernels": 2**29}
+# Of the memory that is free when a forward pass ends, what logits may take until its backward pass. Of a model with
+# 0.6 billion parameters and a vocabulary of 152 k, their product is 4 of 18 parts of a step's.
+KEPT = 1 / 8
 
 
 def token_logprobs(
@@ -34,7 +37,8 @@ def token_logprobs(
 
     hidden [T, H], weight [V, H], bias [V]. Both results are float32 (float64 for float64 input); entropy is None unless
     requested. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
-    GPU, 2**29 with Triton); the backward pass recomputes them instead of keeping them.
+    GPU, 2**29 with Triton). The backward pass uses those chunks that fit into an eighth of the GPU's free memory, and
+    computes the others again; on a CPU that fits into 2**24 logits.
 
     With z the tempered logits, p = softmax(z), y the target and H = -sum_j p_j log p_j:
 
@@ -57,7 +61,11 @@ def token_logprobs(
     chunk = chunk_tokens if chunk_tokens is not None else chunk_of(hidden, len(weight))
     shard = _shard(weight.shape[0], group, vocab_size)
     several = _several(targets)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, several, temperature, with_entropy, chunk, shard)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    kept = kept_bytes(hidden) if learns else 0
+    logprobs, entropy = _TokenLogprobs.apply(
+        hidden, weight, bias, several, temperature, with_entropy, chunk, shard, kept
+    )
     return logprobs.view(targets.shape), entropy if with_entropy else None
 
 
@@ -92,6 +100,15 @@ def chunk_of(hidden: Tensor, rows: int) -> int:
     return max(1, LOGITS[how] // rows)
 
 
+def kept_bytes(hidden: Tensor) -> int:
+    """How many bytes of the logits of such hidden states are kept for the backward pass."""
+    if hidden.is_cuda:
+        free, _ = torch.cuda.mem_get_info(hidden.device)
+        cached = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+        return int(KEPT * (free + cached))
+    return 0 if hidden.is_meta else LOGITS["cpu"] * hidden.element_size()
+
+
 class _Shard(NamedTuple):
     """The rows of the whole matrix that a rank holds."""
 
@@ -123,18 +140,18 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         chunk: int,
         shard: _Shard,
+        kept: int,
     ) -> tuple[Tensor, Tensor]:
         here, mine = _mine(targets, shard, len(weight))
-        parts = [
-            row_sums(
-                linear(hidden[part], weight, bias),
-                here[part],
-                temperature=temperature,
-                real=shard.real,
-                with_spread=with_entropy,
+        parts: list[RowSums] = []
+        ctx.logits = {}  # by a chunk's first token
+        for part in _chunks(len(hidden), chunk):
+            logits = linear(hidden[part], weight, bias)
+            if (kept := kept - logits.nbytes) >= 0:
+                ctx.logits[part.start] = logits
+            parts.append(
+                row_sums(logits, here[part], temperature=temperature, real=shard.real, with_spread=with_entropy)
             )
-            for part in _chunks(len(hidden), chunk)
-        ]
         sums = RowSums(*(torch.cat(each) for each in zip(*parts, strict=True)))
         if shard.group is not None and len(hidden):
             sums = _over_ranks(sums, mine, shard.group)
@@ -153,8 +170,9 @@ class _TokenLogprobs(torch.autograd.Function):
         here, mine = _mine(targets, shard, len(weight))
         slopes = _slopes(d_logprobs, d_entropy, entropy, mine, temperature)
         for part in _chunks(len(hidden), ctx.chunk):
+            logits = ctx.logits.pop(part.start, None)  # overwritten, so that another backward pass computes them
             d_z = gradient_(
-                linear(hidden[part], weight, bias),
+                linear(hidden[part], weight, bias) if logits is None else logits,
                 here[part],
                 normalizer[part],
                 slopes.of(part),
@@ -169,7 +187,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(d_weight, d_z.t(), hidden[part])
         d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
         d_bias = d_bias.to(bias.dtype) if d_bias is not None else None
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 class _LogitLogprobs(torch.autograd.Function):

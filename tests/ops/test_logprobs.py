@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from corerl.ops import logprobs as module
 from corerl.ops.logprobs import logprobs_of_logits, token_logprobs
 from corerl_testing.pool import RankPool
 from tests.ops import ranks
@@ -30,12 +32,13 @@ def by_the_book(
     return log_p.gather(-1, y.view(len(y), -1)).view(y.shape), -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100, None])
+@pytest.mark.parametrize(("chunk", "kept"), [(1, 0), (4, 0), (4, 4 * 33 * 4), (100, 0), (None, 2**20)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_values_and_gradients_equal_log_softmax_of_all_logits(
-    with_entropy: bool, bias: bool, chunk: int | None
+    with_entropy: bool, bias: bool, chunk: int | None, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "kept_bytes", lambda _: kept)
     given, y = inputs(10, 33, torch.float32, bias), targets(10, 33)
     leaves = [x for x in given if x is not None]
     hidden, weight, b = given
@@ -53,6 +56,54 @@ def test_values_and_gradients_equal_log_softmax_of_all_logits(
         got, wanted = got + entropy @ w[1], wanted + wanted_entropy @ w[1]
     for mine, theirs in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(wanted, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of hidden states and the weight that are computed in it."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab, self.count = vocab, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and out.shape[1] == self.vocab
+        return out
+
+
+@pytest.mark.parametrize(("kept", "again"), [(0, 3), (4 * 33 * 4, 2), (2 * 4 * 33 * 4 + 1, 1), (2**20, 0)])
+def test_kept_logits_are_not_computed_again_unless_backward_runs_twice(
+    kept: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "kept_bytes", lambda _: kept)
+    hidden, weight, _ = inputs(10, 33, torch.float32, False)
+    assert hidden is not None and weight is not None
+    with Products(33) as forward:
+        loss = token_logprobs(hidden, weight, targets(10, 33), temperature=0.5, chunk_tokens=4)[0].sum()
+    found = []
+    for products in (again, 3):
+        with Products(33) as backward:
+            found.append(torch.autograd.grad(loss, (hidden, weight), retain_graph=True))
+        assert (forward.count, backward.count) == (3, products)
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+def test_without_a_gradient_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Tensor] = []
+
+    def asks(hidden: torch.Tensor) -> int:
+        asked.append(hidden)
+        return 0
+
+    monkeypatch.setattr(module, "kept_bytes", asks)
+    hidden, weight, _ = inputs(10, 33, torch.float32, False)
+    assert hidden is not None and weight is not None
+    with torch.no_grad():
+        token_logprobs(hidden, weight, targets(10, 33), temperature=1.0)
+    token_logprobs(hidden.detach(), weight.detach(), targets(10, 33), temperature=1.0)
+    assert not asked
+    token_logprobs(hidden.detach(), weight, targets(10, 33), temperature=1.0)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

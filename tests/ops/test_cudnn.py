@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from corerl.ops import cudnn
+from corerl.ops.attention import packed_attention
+from corerl.ops.packing import PackedSequences
+from tests.ops.test_attention import by_the_book
+
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+needs_it = pytest.mark.skipif(not cudnn._present(HERE), reason="wants a Hopper GPU and nvidia-cudnn-frontend")
+
+
+def sizes(lengths: list[int], *, heads: int = 4, kv_heads: int = 2, window: int = 0) -> cudnn._Sizes:
+    q, k = torch.empty(sum(lengths), heads, 16), torch.empty(sum(lengths), kv_heads, 16)
+    return cudnn._sizes(q, k, bounds_of(lengths), max(lengths), 0.25, window)
+
+
+def bounds_of(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+
+def test_batches_of_similar_sizes_share_a_plan() -> None:
+    first = sizes([1500, 1900, 600])
+    assert first == sizes([2000, 10, 1400, 30]) and hash(first) == hash(sizes([2000, 10, 1400, 30]))
+    assert (first.sequences, first.longest, first.tokens) == (4, 2048, 4096)
+    assert first != sizes([2049, 1051]) and first != sizes([1500, 1900, 600], kv_heads=1)
+
+
+def test_a_window_as_long_as_the_longest_sequence_is_none() -> None:
+    assert sizes([1500, 700], window=1500).window == 0
+    assert sizes([1500, 700], window=1499).window == 1499
+
+
+def test_places_are_of_elements_and_sequences_that_fill_up_are_empty() -> None:
+    lengths = [5, 1, 7, 2, 3]
+    given = sizes(lengths)
+    places = cudnn._places(bounds_of(lengths), given)
+    bounds = np.array([0, 5, 6, 13, 15, 18, 18, 18, 18])
+    assert places[cudnn._Use.LENGTHS].tolist() == [5, 1, 7, 2, 3, 0, 0, 0]
+    elements = {cudnn._Use.AT_Q: 4 * 16, cudnn._Use.AT_KV: 2 * 16, cudnn._Use.AT_LSE: 4}
+    for use, of_a_token in elements.items():
+        assert places[use].tolist() == (bounds * of_a_token).tolist()
+        assert places[use].dtype == torch.int64 and places[use].is_contiguous()
+    full = [5, 1, 7, 2]
+    assert cudnn._places(bounds_of(full), sizes(full))[cudnn._Use.LENGTHS].tolist() == full
+
+
+def test_torch_attends_where_cudnn_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    present: dict[str, Any] = {"there": True}
+    monkeypatch.setattr(cudnn, "_present", lambda device: present["there"])
+    q = torch.empty(3000, 2, 128)
+    assert cudnn.takes(q, 1024)
+    assert not cudnn.takes(q, 1023)
+    assert not cudnn.takes(torch.empty(3000, 2, 136), 1024)
+    present["there"] = False
+    assert not cudnn.takes(q, 1024)
+
+
+def test_a_machine_without_a_gpu_has_none() -> None:
+    assert not cudnn._present(torch.device("cpu"))
+
+
+@needs_it
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 300, 5000])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (3, 1, 80)])
+def test_attention_and_its_gradients_are_those_of_a_block_mask(
+    heads: int, kv_heads: int, size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    lengths = [1030, 1, 700, 1300, 17]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), each, size) for each in (heads, kv_heads, kv_heads, heads)]
+    *inputs, direction = (torch.randn(shape, generator=generator).to(HERE, dtype) for shape in shapes)
+    packing = PackedSequences.of(np.concatenate([[0], np.cumsum(lengths)]), HERE)
+    assert cudnn.takes(inputs[0], packing.longest)
+    mine, exact = ([x.detach().to(of).requires_grad_() for x in inputs] for of in (dtype, torch.float32))
+    got, wanted = packed_attention(*mine, packing, window=window), by_the_book(*exact, lengths, size**-0.5, window)
+    gradients = zip(
+        torch.autograd.grad(got, mine, direction), torch.autograd.grad(wanted, exact, direction.float()), strict=True
+    )
+    for found, right in ((got, wanted), *gradients):
+        assert float((found.float() - right).norm() / right.norm()) < 0.01
+
+
+@needs_it
+def test_every_other_layout_of_memory_gives_the_same() -> None:
+    q, k, v = torch.randn(3, 2, 1200, 64, device=HERE, dtype=torch.bfloat16).unbind()
+    packing = PackedSequences.of(np.array([0, 1100, 1200]), HERE)
+    apart = [x.transpose(0, 1) for x in (q, k, v)]  # by heads, as transformers hands them over
+    one = packed_attention(*apart, packing)
+    assert torch.equal(one, packed_attention(*(x.contiguous() for x in apart), packing))
