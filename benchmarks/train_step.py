@@ -145,6 +145,7 @@ FSDP = Work(
     what="8 layers of the 8B shape, compiled", fields=shapes.SLICE, tokens=16384, micro_batches=1, **compiled(True)
 )
 MOE = evolve(FSDP, what="8 layers of 30B-A3B", fields={**shapes.QWEN3_30B_A3B, "num_hidden_layers": 8})
+MOE = evolve(MOE, options={**FSDP.options, "reshard_after_forward": False})  # there is memory for it
 FSDP_SMALL = evolve(FSDP, what="0.6B shape, compiled", fields=shapes.QWEN3_600M, sequence=512, micro_batches=4)
 SMOLLM2 = ragged("SmolLM2-135M, 512 samples", shapes.SMOLLM2_135M, 512, 100, 200)
 MEGATRON = megatron("8 layers of the 8B shape", 1, shapes.SLICE, micro=2)
