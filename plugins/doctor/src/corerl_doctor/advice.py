@@ -238,6 +238,9 @@ OTHER_GRADIENTS = {
 def of_learning(config: Config) -> Iterator[str]:
     """A line if the gradient of a run that trains may not be the one that is meant."""
     algorithm = config.algorithm
+    if algorithm.kl_estimator and not algorithm.kl_coef:
+        estimator = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} has no effect, as algorithm.kl_coef is 0"
+        yield f"{estimator}; set that for a KL penalty, or remove this"
     gradient = OTHER_GRADIENTS.get((algorithm.kl_in, algorithm.kl_estimator or ""))
     if gradient is not None and algorithm.kl_coef:
         setting = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} with algorithm.kl_in={algorithm.kl_in!r}"
