@@ -15,7 +15,7 @@ import numpy as np
 
 from corerl.algorithms import ACTOR
 from corerl.config import EXPERTS
-from corerl.messages import listed, short_repr
+from corerl.messages import install_hint, listed, short_repr
 from corerl.models import (
     VALUE_HEAD_WEIGHT,
     architecture_of,
@@ -220,7 +220,7 @@ def of_choices(plan: PlanReady) -> Iterator[str]:
         for name in ("precision", "recompute") if trained and not forecast else ("precision",):
             if getattr(was, name) == "auto":
                 open_to = name == "recompute" and plan.plugins.supports(role, Capability.RECOMPUTE)
-                more = "; pip install 'corerl[forecast]' to have it chosen by the memory that training needs" * open_to
+                more = f"; {install_hint('forecast')} to have it chosen by the memory that training needs" * open_to
                 yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}{more}"
 
 

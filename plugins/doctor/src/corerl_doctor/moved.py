@@ -66,6 +66,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "the method `resized` of a `Plan`": "`corerl_elastic.sizes.resized(plan, overrides)`",
         "corerl.plugin:known_names": "corerl_doctor, in whose module `listing` it is",
         "corerl.plugin:kinds_of": "corerl_doctor, in whose module `listing` it is",
+        "corerl.plugin:INSTALL_HINTS": "corerl.plugin: EXTRAS; `corerl.messages.install_hint(extra)` is the command",
         "corerl.plugin:Resources": "corerl.plugin: BackendSpec has none: each process has one device",
         "corerl.plugin.context": "corerl.plugin: Context",
         "corerl.ops.upload": "corerl.ops: upload",
