@@ -40,6 +40,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         ),
         "corerl.models:dtensor_boxes": "corerl_fsdp, in whose module `boxes` it is",
         "corerl.weights:Digest": "corerl.weights: digest(flat), which does not synchronize",
+        "corerl.data:Share": "corerl.data: MixtureComponent; a `PromptSource` has `components`",
         "corerl:share": "corerl: StoredBatch(samples), which `forward` takes like the other verbs",
         "`shared` of `MicroBatch`, and `PackedSequences.sharing`": "`prefix_lengths`, and `with_prefixes`",
         '`roles.critic.devices = "shared"`, and of other roles': '`"colocated"`',
