@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import FrameType
 
 from corerl.errors import CorerlError
 
 LONGEST = 120  # characters of what a file says, in a message
+CHECKOUT = Path(__file__).parents[1]  # unless core is installed from a wheel
 LONGEST_LINE = 960  # characters of a whole message, whatever files and values it speaks of
 
 # Other common names for ours.
@@ -26,6 +30,21 @@ OTHER_NAMES = {
     "async": "asynchronous",
     "r": "rank",
 }
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs the wheel of one of CoreRL's extras: from the same checkout where core runs from one,
+    whose version no index need have."""
+    wheel = re.compile(rf"corerl-([\w-]+)(\[\w+\])?[^;]*; extra == ['\"]{re.escape(extra)}['\"]")
+    try:
+        lines = requires("corerl") or []
+    except PackageNotFoundError:
+        lines = []  # core is on the path without its metadata
+    for found in filter(None, map(wheel.match, lines)):
+        directory = CHECKOUT / "plugins" / found[1]
+        if (directory / "pyproject.toml").exists():
+            return "pip install -e " + shlex.quote(str(directory) + (found[2] or ""))
+    return f"pip install 'corerl[{extra}]'"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

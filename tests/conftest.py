@@ -11,7 +11,7 @@ import pytest
 
 from corerl import __version__
 from corerl.plugin import registry
-from corerl.plugin.registry import INSTALL_HINTS, Kind
+from corerl.plugin.registry import EXTRAS, Kind
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,7 +37,7 @@ def own_plugins_only() -> Iterator[None]:
 @pytest.fixture
 def absent_backend(monkeypatch: pytest.MonkeyPatch) -> str:
     """A first-party backend that no environment has installed."""
-    monkeypatch.setitem(INSTALL_HINTS[Kind.BACKENDS], "absent", "pip install 'corerl[absent]'")
+    monkeypatch.setitem(EXTRAS[Kind.BACKENDS], "absent", "absent")
     return "absent"
 
 

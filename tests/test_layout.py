@@ -53,7 +53,7 @@ DOORS = [
     "loop.py:train",
     "trainer/group.py:start",
 ]  # where users come in with a config
-HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
+HINTS = ("plugin/registry.py", "EXTRAS")  # the one table that tells how to install what is not there
 
 
 def documentation_and_hints(tree: ast.Module, *, hints: str) -> set[int]:

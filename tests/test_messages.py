@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from corerl import messages
 from corerl.messages import (
     did_you_mean,
     did_you_mean_path,
@@ -16,6 +18,7 @@ from corerl.messages import (
     place,
     shorten_to_end,
 )
+from corerl.plugin.registry import EXTRAS
 
 
 def test_a_similar_known_name_is_suggested() -> None:
@@ -43,6 +46,24 @@ def test_an_error_is_one_line_with_or_without_its_type() -> None:
     assert (first_line(error), one_line(error)) == ("a cause", "ValueError: a cause")
     assert last_line(error) == "and its story"
     assert (first_line(KeyError()), last_line(KeyError()), one_line(KeyError())) == ("KeyError", "KeyError", "KeyError")
+
+
+def test_what_is_missing_is_installed_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in {extra for extras in EXTRAS.values() for extra in extras.values()}:
+        *command, place = shlex.split(messages.install_hint(extra))
+        assert command == ["pip", "install", "-e"] and Path(place.partition("[")[0], "pyproject.toml").exists()
+    monkeypatch.setattr(messages, "CHECKOUT", tmp_path)  # as of a wheel
+    assert messages.install_hint("sglang") == "pip install 'corerl[sglang]'"
+    for plugin in ("sglang", "observe", "fsdp"):
+        (tmp_path / "plugins" / plugin).mkdir(parents=True)
+        (tmp_path / "plugins" / plugin / "pyproject.toml").touch()
+    found = {extra: messages.install_hint(extra) for extra in ("fsdp", "sglang", "wandb", "absent")}
+    assert found == {
+        "fsdp": f"pip install -e {tmp_path}/plugins/fsdp",
+        "sglang": f"pip install -e '{tmp_path}/plugins/sglang[server]'",
+        "wandb": f"pip install -e '{tmp_path}/plugins/observe[wandb]'",
+        "absent": "pip install 'corerl[absent]'",
+    }
 
 
 def test_place_is_the_innermost_own_line() -> None:

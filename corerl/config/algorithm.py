@@ -151,14 +151,14 @@ class AlgorithmConfig:
     )
 
     def settled(self, defaults: Mapping[str, Any], *, max_tokens: int) -> AlgorithmConfig:
-        """The same with a value for every setting that is unset: of `defaults`, the algorithm's own, or the common one.
-        `max_tokens` is `rollout.max_tokens`."""
+        """The same with a value for every setting that is unset: of `defaults`, the algorithm's own, or the common one;
+        the KL's estimator only where there is a KL. `max_tokens` is `rollout.max_tokens`."""
         common = {
             "aggregation": "token-mean",
             "dynamic_sampling": 0,
             "overlong": "keep",
             "old_logprobs": "rollout",
-            "kl_estimator": KL_ESTIMATOR[self.kl_in],
+            "kl_estimator": KL_ESTIMATOR[self.kl_in] if self.kl_coef else None,
             **defaults,
         }
         settled = evolve(self, **{name: value for name, value in common.items() if getattr(self, name) is None})

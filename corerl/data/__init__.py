@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from corerl.data.files import unreadable as unreadable
     from corerl.data.packing import plan_forward as plan_forward
     from corerl.data.packing import plan_steps as plan_steps
+    from corerl.data.prompts import MixtureComponent as MixtureComponent
     from corerl.data.prompts import Prompt as Prompt
     from corerl.data.prompts import PromptSource as PromptSource
-    from corerl.data.prompts import Share as Share
     from corerl.data.prompts import split as split
     from corerl.data.rows import load_prompts as load_prompts
 else:

@@ -60,7 +60,7 @@ def read_message(message: Any, *, pictures: bool = False) -> dict[str, Any]:
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
     for name, value in known.items():
         if name != "content" and (kind := media.kind_in_field(name, value)):
-            way = media.WAY if kind == media.IMAGES and not pictures else ""
+            way = media.way() if kind == media.IMAGES and not pictures else ""
             raise ValueError(f"has {kind} in its field {name!r}, but the model reads only text; remove it{way}")
     calls = known.pop("tool_calls", None) or []  # some templates take an empty list for a call
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
@@ -95,7 +95,7 @@ def _read_parts(parts: Sequence[Any], *, pictures: bool) -> str | list[Mapping[s
         elif _is_text(part):
             found.append({"type": "text", "text": part[part.get("type", "text")]})
         else:
-            way = media.WAY if not pictures and media.kind_in_messages([{"content": [part]}]) == media.IMAGES else ""
+            way = media.way() if not pictures and media.kind_in_messages([{"content": [part]}]) == media.IMAGES else ""
             raise ValueError(
                 f"has the content part {short_repr(part, SHOWN)}, but the model reads only text parts, which have "
                 f"a string 'text'; remove it{way}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from corerl.data.chat import parse_json
 from corerl.errors import ConfigError, DataError
-from corerl.messages import shorten
+from corerl.messages import install_hint, shorten
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, scan, usable
 
 NEWLINE = b"\n"
@@ -187,8 +187,8 @@ def _reader(suffixes: Sequence[str], name: str) -> Callable[..., Rows]:
             return reader
     if not formats:
         raise ConfigError(
-            f"data.source: without a wheel that reads other files only {JSONL} files are read; pip install "
-            f"'corerl[data]' to read {name}"
+            f"data.source: without a wheel that reads other files only {JSONL} files are read; "
+            f"{install_hint('data')} to read {name}"
         )
     raise DataError(
         f"data.source: {name} has files of the formats {', '.join(suffixes)}, expected {PATHS}; convert them to "

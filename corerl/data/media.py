@@ -6,6 +6,8 @@ import re
 from functools import cache
 from typing import Any
 
+from corerl.messages import install_hint
+
 # Names of fields in published data sets, such as `images`, `image_1`, `audio_path` and `video_url`.
 FIELD = re.compile(
     r"(?:(?P<images>image|img|picture|photo)|(?P<audio>audio|waveform)|(?P<video>video))"
@@ -17,9 +19,14 @@ PART = re.compile(
 )
 IMAGES = "images"
 MEDIA = "media"  # content that does not say which kind it is
-WAY = ", or set model.pictures to show it to the model (pip install 'corerl[vision]')"
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"OggS", b"ID3", b"fLaC", b"\x1aE\xdf\xa3")
 ADDRESSES = ("data:image/", "data:audio/", "data:video/")
+
+
+@cache
+def way() -> str:
+    """The end of a message about a row with pictures."""
+    return f", or set model.pictures to show it to the model ({install_hint('vision')})"
 
 
 def kind_in_field(name: str, value: Any) -> str:

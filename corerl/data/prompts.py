@@ -48,11 +48,12 @@ class Prompt:
 
 
 @frozen(kw_only=True, eq=False)
-class Share:
-    """One source's share of the prompts. Its n rows have the indices from `first` on."""
+class MixtureComponent:
+    """One source of a mixture: which of its rows are trained on and which are held out. Its n rows have the indices
+    from `first` on."""
 
     name: str = ""
-    weight: float = 1.0  # relative to the other shares
+    weight: float = 1.0  # relative to the other components
     first: int = 0
     digests: UIntArray  # [n] of the rows; equal rows have equal ones
     order: IntArray  # [n] rows, counted from 0, in the order in which they are held out
@@ -80,7 +81,7 @@ class PromptSource(ABC):
 
     train: IntArray  # [n] indices
     held_out: IntArray  # [h] indices
-    shares: tuple[Share, ...]  # the sources that are mixed; an unmixed source is the only share
+    components: tuple[MixtureComponent, ...]  # one for each source; an unmixed source is the only one
     asked: UIntArray  # digests of the prompts' texts, by index: different rows may ask the same
     continues: str = ""  # identity of data whose positions are valid here too
     replaces: str = ""  # identity of data from whose positions these begin at their first prompt
@@ -104,17 +105,17 @@ class PromptSource(ABC):
     def __len__(self) -> int:
         return len(self.train) + len(self.held_out)
 
-    def divide(self, shares: Sequence[Share]) -> None:
-        """Take the prompts as these shares have them, but for copies of held-out rows, unless a share has no others.
-        All hold out as many prompts, which alternate between the shares."""
-        held_out = np.concatenate([share.digests_of(share.held_out) for share in shares])
-        copies = [np.isin(share.digests_of(share.train), held_out) for share in shares]
-        self.shares = tuple(
-            share if copied.all() else evolve(share, train=share.train[~copied])
-            for share, copied in zip(shares, copies, strict=True)
+    def divide(self, components: Sequence[MixtureComponent]) -> None:
+        """Take the prompts as these components have them, but for copies of held-out rows, unless a component has no
+        others. All hold out as many prompts, which alternate between the components."""
+        held_out = np.concatenate([component.digests_of(component.held_out) for component in components])
+        copies = [np.isin(component.digests_of(component.train), held_out) for component in components]
+        self.components = tuple(
+            component if copied.all() else evolve(component, train=component.train[~copied])
+            for component, copied in zip(components, copies, strict=True)
         )
-        self.train = np.concatenate([share.train for share in self.shares])
-        self.held_out = np.stack([share.held_out for share in self.shares], axis=1).ravel()
+        self.train = np.concatenate([component.train for component in self.components])
+        self.held_out = np.stack([component.held_out for component in self.components], axis=1).ravel()
         self.__dict__.pop("record", None)
 
     @cached_property
@@ -122,40 +123,40 @@ class PromptSource(ABC):
         """The rows that are trained on and those that are held out, as plain data for a checkpoint."""
         sources = [
             {
-                "name": share.name,
-                "weight": share.weight,
-                "rows": packed(share.digests_of(share.train)),
-                "held_out": packed(share.digests_of(share.held_out)),
-                "added": [{"epoch": epoch, "rows": k} for epoch, k in share.added],
+                "name": component.name,
+                "weight": component.weight,
+                "rows": packed(component.digests_of(component.train)),
+                "held_out": packed(component.digests_of(component.held_out)),
+                "added": [{"epoch": epoch, "rows": k} for epoch, k in component.added],
             }
-            for share in self.shares
+            for component in self.components
         ]
         return {"sources": sources, "identity": xxh3_64_hexdigest(json.dumps(sources).encode())}
 
     @property
     def copies(self) -> int:
         """How many rows are neither trained on nor held out, because they are copies of held-out ones."""
-        return sum(len(share.digests) for share in self.shares) - len(self)
+        return sum(len(component.digests) for component in self.components) - len(self)
 
     def held_out_prompts(self) -> list[Prompt]:
         """Held-out prompts in an order fixed by the seed, so that the first few are a fair sample."""
         return [self.prompt(index) for index in self.held_out.tolist() if index not in self.left_out]
 
     def leave_out(self, indices: frozenset[int]) -> None:
-        """Skip these prompts too from now on. Raises DataError if a share has no other to train on."""
+        """Skip these prompts too from now on. Raises DataError if a component has no other to train on."""
         indices = self.left_out | indices
-        for share in self.shares:
-            if indices.issuperset(share.train.tolist()):
-                raise _all_skipped(share)
+        for component in self.components:
+            if indices.issuperset(component.train.tolist()):
+                raise _all_skipped(component)
         self.left_out = indices
 
 
-def _all_skipped(share: Share) -> DataError:
-    of = f" of source {share.name!r}" if share.name else ""
-    return DataError(f"all {len(share.train)} training prompts{of} are skipped")
+def _all_skipped(component: MixtureComponent) -> DataError:
+    of = f" of source {component.name!r}" if component.name else ""
+    return DataError(f"all {len(component.train)} training prompts{of} are skipped")
 
 
-def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> Share:
+def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> MixtureComponent:
     """Hold out the first rows of an order, copies last. Raises DataError if nothing is left to train on."""
     if held_out >= len(digests):
         raise DataError(
@@ -166,7 +167,7 @@ def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> S
     copy[first] = False
     held = order[np.argsort(copy, kind="stable")[:held_out]]
     train = np.setdiff1d(np.arange(len(digests)), held, assume_unique=True)
-    return Share(digests=digests, order=order, train=train, held_out=held)
+    return MixtureComponent(digests=digests, order=order, train=train, held_out=held)
 
 
 class SortDigits(PromptSource):
@@ -193,22 +194,22 @@ class MixedPrompts(PromptSource):
     def __init__(self, sources: Mapping[str, PromptSource], weights: Mapping[str, float]) -> None:
         self._names = tuple(sources)
         self._sources = tuple(sources.values())
-        (shares,) = zip(*(source.shares for source in self._sources), strict=True)  # each is unmixed
-        self._starts = offsets_of([len(share.digests) for share in shares])[:-1]
+        (components,) = zip(*(source.components for source in self._sources), strict=True)  # each is unmixed
+        self._starts = offsets_of([len(component.digests) for component in components])[:-1]
         self.asked = np.concatenate([source.asked for source in self._sources])
         self.chat = any(source.chat for source in self._sources)
         self.notices = tuple(notice for source in self._sources for notice in source.notices)
         self.divide(
             [
                 evolve(
-                    share,
+                    component,
                     name=name,
                     weight=weights[name],
                     first=int(start),
-                    train=share.train + start,
-                    held_out=share.held_out + start,
+                    train=component.train + start,
+                    held_out=component.held_out + start,
                 )
-                for name, share, start in zip(self._names, shares, self._starts, strict=True)
+                for name, component, start in zip(self._names, components, self._starts, strict=True)
             ]
         )
 
@@ -231,7 +232,7 @@ class HeldOut(PromptSource):
 
     def __init__(self, source: PromptSource, indices: IntArray) -> None:
         self._source, self.chat = source, source.chat
-        self.shares, self.asked, self.notices = source.shares, source.asked, source.notices
+        self.components, self.asked, self.notices = source.components, source.asked, source.notices
         self.train, self.held_out = np.zeros(0, np.int64), indices
 
     def prompt(self, index: int) -> Prompt:
@@ -250,16 +251,16 @@ class HeldOut(PromptSource):
 
 
 class _Epochs:
-    """An endless stream of one share's prompts: every epoch goes through all of them in a new order."""
+    """An endless stream of one component's prompts: every epoch goes through all of them in a new order."""
 
-    def __init__(self, share: Share, seed: int) -> None:
-        self._share = share
+    def __init__(self, component: MixtureComponent, seed: int) -> None:
+        self._component = component
         self._seed = seed
         self.start(epoch=0, offset=0, taken=0)
 
     def start(self, *, epoch: int, offset: int, taken: int) -> None:
         self.epoch, self.offset, self.taken = epoch, offset, taken
-        self._order = self._share.epoch(epoch, self._seed)
+        self._order = self._component.epoch(epoch, self._seed)
 
     @property
     def position(self) -> dict[str, int]:
@@ -275,7 +276,7 @@ class _Epochs:
             if found is not None:
                 self.taken += 1
                 return found
-        raise _all_skipped(self._share)
+        raise _all_skipped(self._component)
 
 
 class PromptStream:
@@ -298,9 +299,9 @@ class PromptStream:
         self._source = source
         self._seed = seed
         self._check, self._notify = check, notify
-        self._shares = source.shares
-        self._epochs = [_Epochs(share, seed) for share in self._shares]
-        weights = [Fraction(share.weight) for share in self._shares]  # exact, so that every machine sees the same ties
+        self._components = source.components
+        self._epochs = [_Epochs(component, seed) for component in self._components]
+        weights = [Fraction(each.weight) for each in self._components]  # exact: every machine sees the same ties
         self._parts = [weight / sum(weights) for weight in weights]
         self._returned: deque[int] = deque()  # indices
 
@@ -339,7 +340,7 @@ class PromptStream:
         return None
 
     def _next(self) -> int:
-        """The share that the next prompt comes from; the first one on a tie."""
+        """The component that the next prompt comes from; the first one on a tie."""
         if len(self._parts) == 1:
             return 0
         taken = [epochs.taken for epochs in self._epochs]
@@ -358,8 +359,8 @@ class PromptStream:
 
     def _given_back(self, indices: Sequence[int]) -> dict[str, Any]:
         """The digests of returned prompts: the file may have another order when the run is resumed."""
-        shares = [next(share for share in reversed(self._shares) if share.first <= index) for index in indices]
-        digests = [int(share.digests[index - share.first]) for share, index in zip(shares, indices, strict=True)]
+        found = [next(each for each in reversed(self._components) if each.first <= index) for index in indices]
+        digests = [int(each.digests[index - each.first]) for each, index in zip(found, indices, strict=True)]
         return {"returned": digests} if digests else {}
 
     def restore(self, position: Mapping[str, Any]) -> bool:
@@ -383,7 +384,7 @@ class PromptStream:
         for epochs, saved in zip(self._epochs, positions, strict=True):
             epochs.start(epoch=saved["epoch"], offset=saved["offset"], taken=saved["taken"])
         for digest in position.get("returned", []):
-            found = [share.train[share.digests_of(share.train) == digest] for share in self._shares]
+            found = [each.train[each.digests_of(each.train) == digest] for each in self._components]
             indices = np.concatenate(found).tolist()
             if indices and indices[0] not in self._source.left_out:  # which may have grown since
                 self._returned.append(indices[0])

@@ -213,7 +213,7 @@ class RowPrompts(PromptSource):
             kind = media.kind_in_field(name, held) if name not in self._ignored else ""
             if not kind or (pictures and kind in (media.IMAGES, media.MEDIA)):
                 continue
-            way = media.WAY if reader is None and kind == media.IMAGES else ""
+            way = media.way() if reader is None and kind == media.IMAGES else ""
             raise Refused(
                 f"with {kind}",
                 f"field {name!r} has {kind}, which the model is not shown; list it in data.ignore if only rewards "

@@ -18,10 +18,10 @@ from corerl.driver.run_dir import write_config
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, InsufficientResources, WorkerDied
+from corerl.messages import install_hint
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, ranks_on
 from corerl.plugin.hooks import ProcessFailure
-from corerl.plugin.registry import INSTALL_HINTS, Kind
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
 from corerl.weights.transport import Address
@@ -79,7 +79,7 @@ class RunGroups:
             counts = ", ".join(f"{count} of {name}" for name, count in lost.items())
             raise InsufficientResources(
                 f"processes without a place: {counts}; to go on with spare machines, or in smaller groups: "
-                f"{INSTALL_HINTS[Kind.EXTENSIONS]['elastic']}"
+                f"{install_hint('elastic')}"
             )
         self.seat_engines()
 

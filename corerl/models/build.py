@@ -174,6 +174,9 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def _silence(config: PreTrainedConfig) -> None:
     """Turn off dropout and other noise, with which a pass's log-probs would match no engine and no other pass."""
+    # Engines sample without noise, and so does transformers in `eval()`. Only Phi-MoE reads its router_jitter_noise
+    # there too, as the margin within which experts are not masked, and samples experts by it in `train()`: neither 0
+    # nor the config's value gives an engine's log-probs in training, so `parts` refuses it.
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if isinstance(value, int | float) and value and any(word in name for word in NOISE):

@@ -245,6 +245,6 @@ def _title(config: Config, processes: ProcessPlan, rollout: RolloutPlan, plugins
     source = config.rollout.saved
     if config.run.has_engines:
         own = plugins.sampler.spec.prompts is not None and not names_prompts(config.data)
-        shares = " + ".join(share.name for share in rollout.prompts.shares)
-        source = shares or (config.rollout.sampler if own else config.data.source)
+        mixed = " + ".join(component.name for component in rollout.prompts.components)
+        source = mixed or (config.rollout.sampler if own else config.data.source)
     return f"{config.algorithm.name} on {source}: {model}, {', '.join(groups)}, {processes.device}"

@@ -14,11 +14,11 @@ from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, Extension
 from corerl.config.structuring import structure
 from corerl.config.toml_text import toml_key
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
-from corerl.messages import nearest, one_line
+from corerl.messages import install_hint, nearest, one_line
 from corerl.plan.check import Problems
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import (
-    INSTALL_HINTS,
+    EXTRAS,
     Kind,
     Loaded,
     installed_names,
@@ -186,7 +186,7 @@ def _joining(how: str, listed: Sequence[str] = ()) -> tuple[ExtensionChoice, ...
 def unshown() -> list[str]:
     """One line if no installed extension shows a run."""
     silent = not any(each.spec.shows_notices for each in usable(Kind.EXTENSIONS))
-    return ["no extension that shows a run is installed; pip install 'corerl[observe]' brings one"] * silent
+    return [f"no extension that shows a run is installed; {install_hint('observe')} brings one"] * silent
 
 
 def _algorithm(config: Config) -> Loaded:
@@ -263,8 +263,8 @@ def ignored_tables(config: Config) -> list[str]:
     found = []
     for kind, name, meant in _unknown(config):
         if not meant:
-            hint = INSTALL_HINTS[kind].get(name, "")
-            more = f"; {hint}" if hint else ""
+            extra = EXTRAS[kind].get(name)
+            more = f"; {install_hint(extra)}" if extra else ""
             found.append(f"{_table(kind, name)} is ignored: no {kind.noun} {name!r} is installed{more}")
     return found
 

@@ -20,6 +20,7 @@ from corerl.config.schema import Config
 from corerl.data.files import formats_here
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.errors import CheckpointError, ConfigError, DataError, NothingLeft
+from corerl.messages import install_hint
 from corerl.observability.jsonl import METRICS_FILE, SAMPLES_FILE, read_lines
 from corerl.plan.check import Problems
 from corerl.plugin.registry import Kind, load_implementation
@@ -90,7 +91,7 @@ def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) 
             lines, differs = divide(prompts, state, seed=config.run.seed)
         else:
             prompts.replaces = state["data"]["identity"]
-            differs = "other rows, another order or another seed (pip install 'corerl[data]' to compare them)"
+            differs = f"other rows, another order or another seed ({install_hint('data')} to compare them)"
     trains = config.run.mode == "train"
     if differs and trains and not config.data.restart:
         raise CheckpointError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from corerl.plugin.origins import plugins_here as plugins_here
     from corerl.plugin.origins import unmet as unmet
     from corerl.plugin.pictures import picture_inputs as picture_inputs
-    from corerl.plugin.registry import INSTALL_HINTS as INSTALL_HINTS
+    from corerl.plugin.registry import EXTRAS as EXTRAS
     from corerl.plugin.registry import Entry as Entry
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import Loaded as Loaded

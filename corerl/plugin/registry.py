@@ -22,7 +22,7 @@ from attrs import asdict, frozen
 from corerl.config.structuring import structure
 from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.imports import Where, importable
-from corerl.messages import nearest, one_line
+from corerl.messages import install_hint, nearest, one_line
 from corerl.plugin.spec import (
     API,
     AlgorithmSpec,
@@ -71,9 +71,10 @@ class Kind(Enum):
 # The commands of core: a plugin's of the same name is only reached as 'distribution:name'.
 CORE_COMMANDS = ("train", "eval", "export", "config")
 
-# How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
-INSTALL_HINTS: dict[Kind, dict[str, str]] = {
-    kind: {name: f"pip install 'corerl[{extra}]'" for extra, names in extras.items() for name in names.split()}
+# Name -> the extra that brings a first-party plugin, for `corerl.messages.install_hint`; the only place in core that
+# knows other wheels' plugins by name.
+EXTRAS: dict[Kind, dict[str, str]] = {
+    kind: {name: extra for extra, names in extras.items() for name in names.split()}
     for kind, extras in {
         Kind.BACKENDS: {"deepspeed": "deepspeed", "fsdp": "fsdp", "megatron": "megatron", "testing": "plain"},
         Kind.ENGINES: {"sglang": "sglang", "testing": "fake", "transformers": "transformers"},
@@ -263,14 +264,14 @@ def _imported(what: str, value: str, distribution: str = "") -> Any:
 
 
 def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFound:
-    hints = INSTALL_HINTS[kind]
+    extras = EXTRAS[kind]
     known = sorted({*(entry.name for entry in entries), *(CORE_COMMANDS if kind is Kind.COMMANDS else ())})
     qualified = [f"{entry.distribution}:{entry.name}" for entry in entries]
-    near = nearest(name, qualified if ":" in name else sorted({*known, *hints}))
+    near = nearest(name, qualified if ":" in name else sorted({*known, *extras}))
     text = f"unknown {kind.noun} {name!r}; installed: {', '.join(known) or 'none'}"
     if near and near != name:
         text += f"; did you mean {near!r}?"
-    install = "" if near in known else hints.get(near, "")
+    install = install_hint(extras[near]) if near in extras and near not in known else ""
     error = PluginNotFound(text + (f"; to install {near!r}: {install}" if install else ""))
     error.install = install
     return error

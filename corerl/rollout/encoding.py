@@ -262,11 +262,12 @@ class PromptCheck:
 
 
 def check_first(source: PromptSource, check: PromptCheck, *, seed: int) -> None:
-    """Check the prompts that a run of this seed trains on first, as many of each share, and all that are held out:
+    """Check the prompts that a run of this seed trains on first, as many of each source, and all that are held out:
     those that are skipped are left out of the source, whose notices count them. The other ones are checked when they
     are taken. Raises DataError as `check`, with the prompt's place, and if none is left."""
-    training, most = {*source.train.tolist()}, -(-FIRST // len(source.shares))
-    first = [index for share in source.shares for index in share.epoch(0, seed)[:most].tolist() if index in training]
+    training, most = {*source.train.tolist()}, -(-FIRST // len(source.components))
+    begins = [component.epoch(0, seed)[:most].tolist() for component in source.components]
+    first = [index for begin in begins for index in begin if index in training]
     skipped: dict[int, str] = {}
     indices = sorted({*first, *source.held_out.tolist()})
     for index in indices:

@@ -29,7 +29,8 @@ MODEL = (
     Rule(
         "|".join(NOISE),
         "ignored",
-        "trained without this noise, so that log-probs are the engine's",
+        "trained without this noise, so that log-probs are the engine's; `phimoe`, which masks experts by it in "
+        "inference too, is refused",
     ),
     Rule("loss", "ignored", "a run has losses of its own: only `train.aux_loss_coef` balances experts"),
     Rule(f"^({'|'.join(FURTHER)})$", "noted", "layers that predict further tokens are neither trained nor exported"),

@@ -40,7 +40,7 @@ from corerl.plan.resolve import TABLES
 from corerl.plugin import events, hooks
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.hooks import Context
-from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
+from corerl.plugin.registry import EXTRAS, Kind, installed_names, load, scan
 from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
 from corerl_agents.dialects import DIALECTS
@@ -59,7 +59,7 @@ CORE = Path(errors.__file__).parent
 REPORTS = Path(__file__).parent.parent.parent / "benchmarks/results/conformance"
 WORDS = ("required", "unset", "computed")  # stand where a default would; all others are TOML
 FIRST_PARTY = {
-    *INSTALL_HINTS[Kind.BACKENDS],
+    *EXTRAS[Kind.BACKENDS],
     *("transformers", "fake"),
     *(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution in ("corerl", "corerl-algorithms")),
 }

@@ -19,8 +19,8 @@ ROW = {"prompt": "2+2?", "answer": "4", "level": 3}
 
 
 def digests_of(source: PromptSource) -> list[int]:
-    (share,) = source.shares
-    return share.digests.tolist()
+    (component,) = source.components
+    return component.digests.tolist()
 
 
 def test_equal_rows_have_equal_digests_in_any_kind_of_file(tmp_path: Path) -> None:

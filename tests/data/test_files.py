@@ -1,6 +1,7 @@
 """Files of JSON lines, patterns of them, and what is said of all others."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from corerl.config.load import config_of
 from corerl.data import files
 from corerl.data.prompts import PromptSource
 from corerl.errors import ConfigError, DataError
+from corerl.messages import install_hint
 from corerl.plan.settle import with_absolute_paths
 from tests.data.files import load, parquet, write
 
@@ -67,8 +69,9 @@ def test_without_a_wheel_that_reads_them_the_extra_is_named(tmp_path: Path, monk
     path = parquet(tmp_path / "p.parquet", prompt=["x", "y"])
     directory = put(tmp_path / "set", "train")
     monkeypatch.setattr(files, "formats_here", list)
+    hint = re.escape(install_hint("data"))
     for source in (path, directory):
-        with pytest.raises(ConfigError, match=r"only .jsonl files are read; pip install 'corerl\[data\]' to read "):
+        with pytest.raises(ConfigError, match=f"only .jsonl files are read; {hint} to read "):
             load(source)
     assert len(load(directory / "train.jsonl")) == 3
 

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corerl.errors import DataError
+from corerl.messages import install_hint
 from tests.data.files import load, write
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
@@ -190,8 +191,8 @@ def test_rows_with_pictures_are_refused_skipped_or_ignored(tmp_path: Path, saved
     assert notice == (
         f"data: 2 of 4 rows of {path} are skipped, because they cannot be shown to the model: 1 with images, 1 with "
         f"media; the first: {path}{where}: field 'images' has images, which the model is not shown; list it in "
-        "data.ignore if only rewards need it, or set model.pictures to show it to the model (pip install "
-        "'corerl[vision]')"
+        "data.ignore if only rewards need it, or set model.pictures to show it to the model ("
+        f"{install_hint('vision')})"
     )
     ignored = load(path, ignore=("images", "figure"))
     assert len(ignored) == 4 and ignored.prompt(1).fields["images"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import UserError
+from corerl.messages import install_hint
 from corerl.plan.make import make_plan
 from corerl.plugin import registry
 from tests.in_process import small
@@ -37,6 +38,4 @@ def test_a_plugin_that_is_not_installed_names_its_extra(
     with pytest.raises(UserError) as caught:
         make_plan(small(tmp_path, override))
     name = unknown.rpartition(" ")[2]
-    assert caught.value.message == (
-        f"{unknown}; installed: {installed}; to install {name}: pip install 'corerl[{extra}]'"
-    )
+    assert caught.value.message == (f"{unknown}; installed: {installed}; to install {name}: {install_hint(extra)}")

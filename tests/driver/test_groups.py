@@ -10,6 +10,7 @@ from attrs import define, field
 
 from corerl.driver.groups import RunGroups
 from corerl.errors import InsufficientResources, WorkerDied
+from corerl.messages import install_hint
 from corerl.plugin.hooks import ProcessFailure
 from tests.driver.fakes import told
 from tests.driver.groups import make
@@ -54,7 +55,7 @@ def test_a_lost_machine_without_replacement_ends_the_run(tmp_path: Path) -> None
         case.groups.failed("a rank has died", ranks=True)
     assert caught.value.message == (
         "processes without a place: 1 of actor, 1 of critic, 1 of engines; to go on with spare machines, or in smaller "
-        "groups: pip install 'corerl[elastic]'"
+        f"groups: {install_hint('elastic')}"
     )
     assert silent.heard == [
         ProcessFailure(message="a rank has died", ranks=True, lost=lost)

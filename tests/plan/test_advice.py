@@ -149,6 +149,23 @@ def test_a_penalty_with_another_gradient_than_the_kls_is_named(place: Any, estim
     ]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [
+        ({"kl_estimator": "k3"}, True),
+        ({}, False),  # settling chooses no estimator that nobody asked for
+        ({"kl_coef": 0.1}, False),
+        ({"kl_coef": 0.1, "kl_estimator": "k3"}, False),
+    ],
+)
+def test_an_estimator_without_a_penalty_is_named(algorithm: dict[str, Any], named: bool) -> None:
+    line = (
+        "algorithm.kl_estimator: 'k3' has no effect, as algorithm.kl_coef is 0; set that for a KL penalty, or remove "
+        "this"
+    )
+    assert list(of_learning(settle_algorithm(make_config(algorithm=algorithm)))) == [line] * named
+
+
 def test_a_notice_says_how_many_tokens_a_picture_takes(tmp_path: Path) -> None:
     rows = [*ROWS, {"prompt": "5<image>", "images": ["4x3:1"]}]
     config = evolve(pictured(tmp_path, rows), data=DataConfig(source=str(tmp_path / "rows.jsonl"), held_out=0))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.rows import load_prompts
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
+from corerl.messages import install_hint
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.resume import checkpoint_to_resume, require_writable
@@ -270,7 +272,7 @@ def test_without_a_wheel_that_compares_rows_only_the_same_are_trained_on_further
 ) -> None:
     monkeypatch.setattr("corerl.plan.resume.formats_here", list)
     assert plan_with(checkpoint).first_step == 2
-    other = r"the data are not the checkpoint's: other rows, another order .*pip install 'corerl\[data\]'"
+    other = f"the data are not the checkpoint's: other rows, another order .*{re.escape(install_hint('data'))}"
     with pytest.raises(CheckpointError, match=f"{other}.* or set data.restart=true"):
         plan_with(checkpoint, held_out=20)
     for plan in (plan_with(checkpoint, held_out=20, restart=True), plan_with(checkpoint, mode="eval", held_out=20)):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from corerl.messages import install_hint
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from tests.driver.saved import CRITIC, config_in
@@ -33,8 +34,8 @@ def test_on_gpus_nothing_is_recomputed_unless_an_extension_chooses(tmp_path: Pat
     precision, recompute = plan.notices
     assert precision == "train.precision: 'auto' is 'bfloat16' for the actor"
     assert recompute == (
-        "train.recompute: 'auto' is 'none' for the actor; pip install 'corerl[forecast]' to have it chosen by the "
-        "memory that training needs"
+        f"train.recompute: 'auto' is 'none' for the actor; {install_hint('forecast')} to have it chosen by the memory "
+        "that training needs"
     )
     asked = on_gpus(tmp_path, train={"recompute": "none"})
     cannot = on_gpus(tmp_path, backend="plain")

@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from corerl.config import ClusterInfo
+from corerl.messages import install_hint
 from corerl.plugin import ExtensionSpec, Process
 from corerl_observe import specs
 
@@ -32,4 +33,4 @@ def test_a_trackers_directory_is_not_taken_for_its_package(tmp_path: Path, monke
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (problem,) = specs.WANDB.check(specs.WandbOptions(), CLUSTER)
-    assert problem.text == "the package 'wandb' is not installed; pip install 'corerl[wandb]'"
+    assert problem.text == f"the package 'wandb' is not installed; {install_hint('wandb')}"

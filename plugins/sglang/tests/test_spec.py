@@ -16,6 +16,7 @@ import torch
 from corerl.config import ClusterInfo, LoraConfig, TrainConfig, WeightsConfig
 from corerl.engines import EngineContext
 from corerl.errors import ConfigError
+from corerl.messages import install_hint
 from corerl.plugin import Finding, Level
 from corerl_sglang import SPEC
 from corerl_sglang.arguments import ELSEWHERE, Key, plain_allocator, server_arguments
@@ -242,7 +243,7 @@ def test_the_probe_reports_missing_and_other_versions(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(metadata, "version", version)
     (finding,) = amiss()
-    assert (finding.what, finding.fix) == ("SGLang is not installed", "python -m pip install 'corerl[sglang]'")
+    assert (finding.what, finding.fix) == ("SGLang is not installed", f"python -m {install_hint('sglang')}")
     versions["sglang"] = "0.5.17.post1"
     (finding,) = amiss()
     assert finding.level is Level.WARNING

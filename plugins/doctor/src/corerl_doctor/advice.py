@@ -15,7 +15,7 @@ import numpy as np
 
 from corerl.algorithms import ACTOR
 from corerl.config import EXPERTS
-from corerl.messages import listed, short_repr
+from corerl.messages import install_hint, listed, short_repr
 from corerl.models import (
     VALUE_HEAD_WEIGHT,
     architecture_of,
@@ -220,7 +220,7 @@ def of_choices(plan: PlanReady) -> Iterator[str]:
         for name in ("precision", "recompute") if trained and not forecast else ("precision",):
             if getattr(was, name) == "auto":
                 open_to = name == "recompute" and plan.plugins.supports(role, Capability.RECOMPUTE)
-                more = "; pip install 'corerl[forecast]' to have it chosen by the memory that training needs" * open_to
+                more = f"; {install_hint('forecast')} to have it chosen by the memory that training needs" * open_to
                 yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}{more}"
 
 
@@ -238,6 +238,9 @@ OTHER_GRADIENTS = {
 def of_learning(config: Config) -> Iterator[str]:
     """A line if the gradient of a run that trains may not be the one that is meant."""
     algorithm = config.algorithm
+    if algorithm.kl_estimator and not algorithm.kl_coef:
+        estimator = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} has no effect, as algorithm.kl_coef is 0"
+        yield f"{estimator}; set that for a KL penalty, or remove this"
     gradient = OTHER_GRADIENTS.get((algorithm.kl_in, algorithm.kl_estimator or ""))
     if gradient is not None and algorithm.kl_coef:
         setting = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} with algorithm.kl_in={algorithm.kl_in!r}"

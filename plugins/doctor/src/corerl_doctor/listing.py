@@ -17,9 +17,9 @@ from attrs import asdict, frozen
 
 from corerl.config import Config, class_fields, load_config, toml_key, toml_value
 from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound, UserError
-from corerl.messages import did_you_mean, one_line, printable
+from corerl.messages import did_you_mean, install_hint, one_line, printable
 from corerl.plan import filled_in
-from corerl.plugin import API, INSTALL_HINTS, Kind, Loaded, installed_names, load, locate, scan
+from corerl.plugin import API, EXTRAS, Kind, Loaded, installed_names, load, locate, scan
 from corerl_doctor.help_texts import comment, settings_with_help
 
 SELECTED_BY = {
@@ -75,12 +75,12 @@ def installed(kind: Kind) -> list[Installed]:
 
 def known_names(kind: Kind) -> list[str]:
     """The names of the plugins of this kind that are installed, and of CoreRL's own that can be."""
-    return [*installed_names(kind), *INSTALL_HINTS[kind]]
+    return [*installed_names(kind), *EXTRAS[kind]]
 
 
 def kinds_of(name: str) -> list[Kind]:
     """The kinds that have an installed or installable plugin of this name; of 'package.module:SPEC', the spec's."""
-    found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(each.is_named(name) for each in scan(kind))]
+    found = [kind for kind in Kind if name in EXTRAS[kind] or any(each.is_named(name) for each in scan(kind))]
     if found or ":" not in name:
         return found
     broken: list[PluginError] = []
@@ -116,7 +116,11 @@ def run(args: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # a plugin may print on import
         found = {kind: installed(kind) for kind in kinds}
     missing = {
-        kind: {name: hint for name, hint in INSTALL_HINTS[kind].items() if name not in {each.name for each in plugins}}
+        kind: {
+            name: install_hint(extra)
+            for name, extra in EXTRAS[kind].items()
+            if name not in {each.name for each in plugins}
+        }
         for kind, plugins in found.items()
     }
     if args.json:

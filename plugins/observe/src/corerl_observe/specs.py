@@ -11,6 +11,7 @@ from attrs import Attribute, frozen
 from attrs.validators import min_len
 
 from corerl.config import ClusterInfo, at_least, option
+from corerl.messages import install_hint
 from corerl.plugin import ExtensionSpec, NoOptions, Problem, Process
 from corerl_observe.step_ranges import step_ranges
 
@@ -128,7 +129,7 @@ def _needs(package: str) -> Any:
         found = find_spec(package)
         # A directory of that name, such as the one W&B writes to, is found as a package without a file.
         if found is None or found.origin is None:
-            yield Problem("", f"the package {package!r} is not installed; pip install 'corerl[{package}]'")
+            yield Problem("", f"the package {package!r} is not installed; {install_hint(package)}")
 
     return check
 

@@ -8,13 +8,14 @@ from typing import Any
 from attrs import frozen
 
 from corerl.config import above, at_least, between, option
+from corerl.messages import install_hint
 
 # Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has rows,
 # where each is asked for by itself: what finds no free call is not decoded meanwhile, or shares a call with others. A
 # thread of the engine's process each.
 CALLS = 1024
 LAUNCHER = "corerl_sglang.launch"
-INSTALL = "python -m pip install 'corerl[sglang]'"
+INSTALL = f"python -m {install_hint('sglang')}"
 ROWS = 8  # of a request at least: SGLang handles all requests in one event loop, at a fixed cost each
 
 

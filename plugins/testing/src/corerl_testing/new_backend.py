@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 def check_name(name: str) -> None:
     """Raise UserError if the name is invalid or already taken."""
     from corerl.errors import UserError
-    from corerl.plugin import INSTALL_HINTS, Kind, installed_names, scan
+    from corerl.plugin import EXTRAS, Kind, installed_names, scan
 
     if not re.fullmatch("[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise UserError(
@@ -48,7 +48,7 @@ def check_name(name: str) -> None:
             raise UserError(
                 f"a backend {name!r} already exists, in {entry.distribution} {entry.version}; choose another name"
             )
-    if name in (*installed_names(Kind.BACKENDS), *INSTALL_HINTS[Kind.BACKENDS]):
+    if name in (*installed_names(Kind.BACKENDS), *EXTRAS[Kind.BACKENDS]):
         raise UserError(
             f"{name!r} is the name of one of CoreRL's own backends, not installed here; choose another name"
         )

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.backend import StateKey
+from corerl.messages import install_hint
 from corerl.plugin import Capability, Kind
 from corerl.plugin.registry import scan
 from corerl_testing.compare import Trajectory, assert_follows, assert_resumes, assert_same_metrics, same_bits, together
@@ -25,7 +26,7 @@ STEPS = range(3)
 def picture_setup(subject: Subject, tower: Tower, packing: str = "packed") -> Setup:
     """Of a model that reads pictures; skips the check where nothing reads them."""
     if not any(found.name == "vision" for found in scan(Kind.PICTURES)):
-        pytest.skip("nothing reads pictures; run python -m pip install 'corerl[vision]'")
+        pytest.skip(f"nothing reads pictures; run python -m {install_hint('vision')}")
     return evolve(
         subject.setup("qwen3", PACKINGS[packing]), model="", fields=pictures.FIELDS, pictures="vision", tower=tower
     )
