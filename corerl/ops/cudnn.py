@@ -1,4 +1,4 @@
-"""cuDNN's attention over packed sequences, which on Hopper takes about half the time of FlashAttention 2.
+"""cuDNN's attention over packed sequences, which on Hopper takes 0.6 of the time of FlashAttention 2.
 
 It is called by the Python interface of its own package, nvidia-cudnn-frontend: torch's operators for packed sequences
 (to 2.13) build cuDNN's plan anew in each call. A plan is built here for sizes rounded up to powers of two, so that
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ class _Use(IntEnum):
     """What a tensor of a plan is."""
 
     Q, K, V, OUT, LSE, LENGTHS, AT_Q, AT_KV, AT_LSE, GRAD, DQ, DK, DV = range(1, 14)
+
+
+PLACES = (_Use.AT_Q, _Use.AT_KV, _Use.AT_LSE)
 
 
 class _Sizes(NamedTuple):
@@ -76,7 +80,7 @@ def attention(
     sizes = _sizes(q, k, cu_seqlens, longest, scale, window)
     out, lse = torch.empty_like(q), q.new_empty(len(q) * sizes.heads, dtype=torch.float32)
     given = {_Use.Q: q, _Use.K: k, _Use.V: v, _Use.OUT: out, _Use.LSE: lse}
-    _execute(_forward(sizes), {**given, **_places(cu_seqlens, sizes)}, sizes.device)
+    _execute(_plan(sizes, backward=False), {**given, **_places(cu_seqlens, sizes)}, sizes.device)
     return out, lse
 
 
@@ -96,7 +100,7 @@ def attention_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     given = {_Use.Q: q, _Use.K: k, _Use.V: v, _Use.OUT: out, _Use.LSE: lse, _Use.GRAD: grad}
     found = {_Use.DQ: dq, _Use.DK: dk, _Use.DV: dv}
-    plan = _backward(sizes, torch.are_deterministic_algorithms_enabled())
+    plan = _plan(sizes, backward=True, deterministic=torch.are_deterministic_algorithms_enabled())
     _execute(plan, {**given, **found, **_places(cu_seqlens, sizes)}, sizes.device)
     return dq, dk, dv
 
@@ -125,8 +129,7 @@ def _places(cu_seqlens: Tensor, sizes: _Sizes) -> dict[_Use, Tensor]:
     """Where each sequence begins in each tensor, in elements, and its length; those that fill up have none."""
     missing = sizes.sequences + 1 - len(cu_seqlens)
     bounds = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)]) if missing else cu_seqlens
-    at_q, at_kv, at_lse = (bounds * _elements(sizes)).unbind()
-    return {_Use.LENGTHS: bounds.diff(), _Use.AT_Q: at_q, _Use.AT_KV: at_kv, _Use.AT_LSE: at_lse}
+    return {_Use.LENGTHS: bounds.diff(), **dict(zip(PLACES, bounds * _elements(sizes), strict=True))}
 
 
 @functools.cache
@@ -154,110 +157,72 @@ def _handle(device: torch.device) -> Any:
 
 
 @functools.cache
-def _forward(sizes: _Sizes) -> _Plan:
-    plan = _Planned(sizes)
-    out, lse = plan.graph.sdpa(
-        name="attention",
-        q=plan.of(_Use.Q, sizes.heads),
-        k=plan.of(_Use.K, sizes.kv_heads),
-        v=plan.of(_Use.V, sizes.kv_heads),
-        generate_stats=True,
-        **plan.how,
+def _plan(sizes: _Sizes, *, backward: bool, deterministic: bool = False) -> _Plan:
+    """To cuDNN tensors of packed tokens are [sequences, heads, longest, size], each sequence at a place of its own."""
+    cudnn = _cudnn()
+    types, of_values = cudnn.data_type, cudnn.data_type.BFLOAT16
+    if sizes.dtype is torch.float16:
+        of_values = types.HALF
+    graph = cudnn.pygraph(
+        io_data_type=of_values,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        handle=_handle(sizes.device),
     )
-    plan.out(out, _Use.OUT, sizes.heads)
-    shape, strides = plan.lse
-    lse.set_uid(_Use.LSE).set_output(True).set_dim(shape).set_stride(strides).set_data_type(plan.cudnn.data_type.FLOAT)
-    lse.set_ragged_offset(plan.at_lse)
-    return plan.built()
 
+    def tensor(use: _Use, shape: Sequence[int], dtype: Any, strides: Sequence[int] = (1, 1, 1, 1)) -> Any:
+        return graph.tensor(name=use.name, dim=list(shape), stride=list(strides), data_type=dtype, uid=int(use))
 
-@functools.cache
-def _backward(sizes: _Sizes, deterministic: bool) -> _Plan:
-    plan = _Planned(sizes)
-    shape, strides = plan.lse
-    lse = plan.graph.tensor(name="LSE", dim=shape, stride=strides, data_type=plan.cudnn.data_type.FLOAT, uid=_Use.LSE)
-    lse.set_ragged_offset(plan.at_lse)
-    grads = plan.graph.sdpa_backward(
-        name="attention",
-        q=plan.of(_Use.Q, sizes.heads),
-        k=plan.of(_Use.K, sizes.kv_heads),
-        v=plan.of(_Use.V, sizes.kv_heads),
-        o=plan.of(_Use.OUT, sizes.heads),
-        dO=plan.of(_Use.GRAD, sizes.heads),
-        stats=lse,
-        max_total_seq_len_q=sizes.tokens,
-        max_total_seq_len_kv=sizes.tokens,
-        use_deterministic_algorithm=deterministic,
-        **plan.how,
-    )
-    for grad, use in zip(grads, (_Use.DQ, _Use.DK, _Use.DV), strict=True):
-        plan.out(grad, use, sizes.heads if use is _Use.DQ else sizes.kv_heads)
-    return plan.built()
+    places = {use: tensor(use, [sizes.sequences + 1, 1, 1, 1], types.INT64) for use in PLACES}
+    lengths = tensor(_Use.LENGTHS, [sizes.sequences, 1, 1, 1], types.INT32)
+    of_kv = {_Use.K, _Use.V, _Use.DK, _Use.DV}
 
+    def packed(use: _Use, written: Any = None) -> Any:
+        """A tensor that is given, or one that the graph writes."""
+        heads, size, dtype, at = sizes.heads, sizes.size, of_values, _Use.AT_Q
+        if use is _Use.LSE:
+            size, dtype, at = 1, types.FLOAT, _Use.AT_LSE
+        elif use in of_kv:
+            heads, at = sizes.kv_heads, _Use.AT_KV
+        shape = [sizes.sequences, heads, sizes.longest, size]
+        strides = [sizes.longest * heads * size, size, heads * size, 1]
+        if written is None:
+            written = tensor(use, shape, dtype, strides)
+        else:
+            written.set_uid(int(use)).set_output(True).set_dim(shape).set_stride(strides).set_data_type(dtype)
+        written.set_ragged_offset(places[at])
+        return written
 
-class _Planned:
-    """A plan that is being made: tensors of packed tokens are [sequences, heads, longest, size] to cuDNN, each sequence
-    at a place of its own."""
-
-    def __init__(self, sizes: _Sizes) -> None:
-        self.sizes, self.cudnn = sizes, _cudnn()
-        types, handle = self.cudnn.data_type, _handle(sizes.device)
-        self.dtype = types.BFLOAT16 if sizes.dtype is torch.bfloat16 else types.HALF
-        self.graph = self.cudnn.pygraph(
-            io_data_type=self.dtype, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=handle
+    how: dict[str, Any] = {
+        "name": "attention",
+        "attn_scale": sizes.scale,
+        "use_padding_mask": True,
+        "seq_len_q": lengths,
+        "seq_len_kv": lengths,
+        "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+        "diagonal_band_left_bound": sizes.window or None,
+        "diagonal_band_right_bound": 0,
+    }
+    results: tuple[_Use, ...] = (_Use.DQ, _Use.DK, _Use.DV) if backward else (_Use.OUT, _Use.LSE)
+    qkv = {"q": packed(_Use.Q), "k": packed(_Use.K), "v": packed(_Use.V)}
+    if backward:
+        found = graph.sdpa_backward(
+            **qkv,
+            o=packed(_Use.OUT),
+            dO=packed(_Use.GRAD),
+            stats=packed(_Use.LSE),
+            max_total_seq_len_q=sizes.tokens,
+            max_total_seq_len_kv=sizes.tokens,
+            use_deterministic_algorithm=deterministic,
+            **how,
         )
-        of_bounds = [sizes.sequences + 1, 1, 1, 1]
-        self.at_q, self.at_kv, self.at_lse = (
-            self.graph.tensor(name=use.name, dim=of_bounds, stride=[1, 1, 1, 1], data_type=types.INT64, uid=use)
-            for use in (_Use.AT_Q, _Use.AT_KV, _Use.AT_LSE)
-        )
-        lengths = self.graph.tensor(
-            name="LENGTHS",
-            dim=[sizes.sequences, 1, 1, 1],
-            stride=[1, 1, 1, 1],
-            data_type=types.INT32,
-            uid=_Use.LENGTHS,
-        )
-        self.lse = (
-            [sizes.sequences, sizes.heads, sizes.longest, 1],
-            [sizes.longest * sizes.heads, 1, sizes.heads, 1],
-        )
-        self.how: dict[str, Any] = {
-            "attn_scale": sizes.scale,
-            "use_padding_mask": True,
-            "seq_len_q": lengths,
-            "seq_len_kv": lengths,
-            "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
-            "diagonal_band_left_bound": sizes.window or None,
-            "diagonal_band_right_bound": 0,
-        }
-
-    def of(self, use: _Use, heads: int) -> Any:
-        """A tensor that is given."""
-        shape, strides = self._packed(heads)
-        tensor = self.graph.tensor(name=use.name, dim=shape, stride=strides, data_type=self.dtype, uid=use)
-        tensor.set_ragged_offset(self._at(heads))
-        return tensor
-
-    def out(self, tensor: Any, use: _Use, heads: int) -> None:
-        """A tensor that is written."""
-        shape, strides = self._packed(heads)
-        tensor.set_uid(use).set_output(True).set_dim(shape).set_stride(strides).set_data_type(self.dtype)
-        tensor.set_ragged_offset(self._at(heads))
-
-    def _packed(self, heads: int) -> tuple[list[int], list[int]]:
-        sizes = self.sizes
-        shape = [sizes.sequences, heads, sizes.longest, sizes.size]
-        return shape, [sizes.longest * heads * sizes.size, sizes.size, heads * sizes.size, 1]
-
-    def _at(self, heads: int) -> Any:
-        return self.at_q if heads == self.sizes.heads else self.at_kv
-
-    def built(self) -> _Plan:
-        graph, modes = self.graph, self.cudnn.heur_mode
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([modes.A, modes.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
-        return _Plan(graph, graph.get_workspace_size())
+    else:
+        found = graph.sdpa(**qkv, generate_stats=True, **how)
+    for use, written in zip(results, found, strict=True):
+        packed(use, written)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return _Plan(graph, graph.get_workspace_size())
