@@ -1,6 +1,7 @@
-"""Start SGLang's HTTP server in this process: `python -m corerl_sglang.launch ARGUMENTS.json`.
+"""Start SGLang's HTTP server in this process: `python -m corerl_sglang.launch ARGUMENTS.json [RANKS]`.
 
-The only module that imports SGLang. The file holds fields of SGLang's ServerArgs.
+The only module that imports SGLang. The file holds fields of SGLang's ServerArgs. So many ranks of the server, on GPUs,
+import what they need beside it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -25,15 +27,20 @@ from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
 from corerl_sglang.arguments import TRANSPORT, VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
+from corerl_sglang.waiting import NAME, Waiting, lend
 
 POLL_SECONDS = 0.05
 STATIC_SPLITS = "SGLANG_TRITON_DECODE_ATTN_STATIC_KV_SPLITS"
+# What SGLang (0.5.17: `_set_envs_and_config`) sets before it starts a rank, and CUDA reads when it is first used: some
+# of SGLang's modules ask it for the GPU's capability as they are imported.
+CUDA_READS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "AUTO"}
 
 
 def main() -> None:
     """Run the server until it ends. Exits with one line if this SGLang does not know an argument."""
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
+    ranks = start_ranks(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     with contextlib.suppress(ModuleNotFoundError):  # run_server imports it late, from where this SGLang has it
         importlib.import_module("sglang.srt.entrypoints.http_server")
     from sglang.launch_server import run_server
@@ -54,6 +61,8 @@ def main() -> None:
             arguments = for_device(arguments, torch.cuda.get_device_capability())
         except ConfigError as refused:
             sys.exit(refused.message)
+    if ranks:
+        lend(ranks, importlib.import_module("sglang.srt.entrypoints.engine"), "run_scheduler_process")
     run_server(ServerArgs(**{**arguments, "api_key": Key(arguments["api_key"])}))
 
 
@@ -81,6 +90,20 @@ def read_arguments(file: Path) -> dict[str, Any]:
         time.sleep(POLL_SECONDS)
     arguments: dict[str, Any] = json.loads(file.read_text())
     return arguments
+
+
+def start_ranks(count: int) -> list[Waiting]:
+    """Processes that import what a rank needs. They start with the library of the memory saver, behind SGLang's sleep,
+    where it is installed."""
+    if not count:
+        return []
+    os.environ.update(CUDA_READS)
+    try:
+        import torch_memory_saver
+    except ModuleNotFoundError:  # SGLang will say so
+        return []
+    with torch_memory_saver.configure_subprocess():
+        return [Waiting("sglang.srt.managers.scheduler", prepare_rank) for _ in range(count)]
 
 
 def prepare_rank() -> None:
@@ -175,5 +198,6 @@ def mask_rows_of_text() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # a spawned process imports its parent's main module, with the same sys.argv
+# A spawned process imports its parent's main module, with the same sys.argv. One that waits has no arguments yet.
+elif __name__ == "__mp_main__" and multiprocessing.current_process().name != NAME:
     prepare_rank()

@@ -45,6 +45,8 @@ def start_server(model: ModelConfig, options: SglangConfig, context: EngineConte
         return Server(
             context.name,
             launcher=options.launcher,
+            # Of a server with data parallelism, another process starts the ranks.
+            ranks=options.tensor_parallel if context.device == "cuda" and options.data_parallel == 1 else 0,
             environment={
                 **plain_allocator(os.environ),
                 # Features of a tower that is trained are of its old weights after an update.
