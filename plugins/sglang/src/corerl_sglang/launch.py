@@ -1,7 +1,6 @@
-"""Start SGLang's HTTP server in this process: `python -m corerl_sglang.launch ARGUMENTS.json [RANKS]`.
+"""Start SGLang's HTTP server in this process: `python -m corerl_sglang.launch ARGUMENTS.json`.
 
-The only module that imports SGLang. The file holds fields of SGLang's ServerArgs. So many ranks of the server, on GPUs,
-import what they need beside it.
+The only module that imports SGLang. The file holds fields of SGLang's ServerArgs.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -25,22 +25,49 @@ from typing import Any
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
-from corerl_sglang.arguments import TRANSPORT, VOCABULARY, Key
+from corerl_sglang.arguments import PRELOAD, TRANSPORT, VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
-from corerl_sglang.waiting import NAME, Waiting, lend
+from corerl_sglang.waiting import NAME, Waiting, lend, set_environment
 
 POLL_SECONDS = 0.05
 STATIC_SPLITS = "SGLANG_TRITON_DECODE_ATTN_STATIC_KV_SPLITS"
-# What SGLang (0.5.17: `_set_envs_and_config`) sets before it starts a rank, and CUDA reads when it is first used: some
-# of SGLang's modules ask it for the GPU's capability as they are imported.
-CUDA_READS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "AUTO"}
+
+# Of this version it is known what is set between the start of the server and that of a rank, and when it is read.
+PRELOADED = "0.5.17"
+# `_set_envs_and_config` in entrypoints/engine.py and `_handle_environment_variables` in server_args.py set these, and
+# modules of a rank read them as they are imported, as does CUDA, which some of them ask for the GPU's capability.
+SET = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "CUDA_MODULE_LOADING": "AUTO",
+    "SGLANG_ENABLE_TORCH_COMPILE": "0",
+    "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "0",
+}
+SET_IF_UNSET = {
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "TRTLLM_ENABLE_PDL": "1",
+    "CUTE_DSL_LOG_LEVEL": "30",
+    "CUTE_DSL_LOG_TO_CONSOLE": "1",
+}
+# They also set these, which depend on arguments or the GPU, and which a rank reads after its imports alone: in
+# functions, or (FP8_WO_A_GEMM) in a module of models, which are imported when the model is built.
+READ_LATE = (
+    "NCCL_ALGO",
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
+    "SGLANG_ENABLE_UNIFIED_RADIX_TREE",
+    "SGLANG_MAMBA_SSM_DTYPE",
+    "SGLANG_OPT_FP8_WO_A_GEMM",
+    "SGLANG_RUN_ID",
+    "SGLANG_USE_CUDA_IPC_TRANSPORT",
+)
+FILES = 65535  # to which `set_ulimit` raises the number of open files, and the stack in KiB
 
 
 def main() -> None:
     """Run the server until it ends. Exits with one line if this SGLang does not know an argument."""
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
-    ranks = start_ranks(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    ranks = start_ranks(int(os.environ.pop(PRELOAD, "0")))
     with contextlib.suppress(ModuleNotFoundError):  # run_server imports it late, from where this SGLang has it
         importlib.import_module("sglang.srt.entrypoints.http_server")
     from sglang.launch_server import run_server
@@ -93,17 +120,39 @@ def read_arguments(file: Path) -> dict[str, Any]:
 
 
 def start_ranks(count: int) -> list[Waiting]:
-    """Processes that import what a rank needs. They start with the library of the memory saver, behind SGLang's sleep,
-    where it is installed."""
+    """Processes that import what a rank needs, with the limits and the environment that SGLang starts ranks with."""
     if not count:
         return []
-    os.environ.update(CUDA_READS)
     try:
+        version = metadata.version("sglang")
         import torch_memory_saver
-    except ModuleNotFoundError:  # SGLang will say so
+    except ImportError:  # SGLang will say so
         return []
-    with torch_memory_saver.configure_subprocess():
-        return [Waiting("sglang.srt.managers.scheduler", prepare_rank) for _ in range(count)]
+    if version != PRELOADED:
+        print(
+            f"corerl: ranks import after the server: only for SGLang {PRELOADED}, not {version}, is it known how to "
+            "start them before",
+            file=sys.stderr,
+            flush=True,
+        )
+        return []
+    raise_limits()
+    before = {name: os.environ.get(name) for name in (*SET_IF_UNSET, *SET)}
+    set_environment({**{name: os.environ.get(name, value) for name, value in SET_IF_UNSET.items()}, **SET})
+    try:
+        with torch_memory_saver.configure_subprocess():  # preloads the library behind SGLang's sleep
+            return [Waiting("sglang.srt.managers.scheduler", prepare_rank, late=READ_LATE) for _ in range(count)]
+    finally:
+        set_environment(before)
+
+
+def raise_limits() -> None:
+    """As SGLang (0.5.17: `set_ulimit`) does before it starts a rank."""
+    for limit, wanted in ((resource.RLIMIT_NOFILE, FILES), (resource.RLIMIT_STACK, 1024 * FILES)):
+        soft, hard = resource.getrlimit(limit)
+        if soft < wanted:
+            with contextlib.suppress(ValueError):  # above the hard limit, of which SGLang warns
+                resource.setrlimit(limit, (wanted, hard))
 
 
 def prepare_rank() -> None:

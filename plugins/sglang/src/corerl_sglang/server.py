@@ -47,14 +47,12 @@ class Server:
         name: str,
         *,
         launcher: str,
-        ranks: int = 0,
         environment: Mapping[str, str],
         directory: Path,
         log: Path,
         health_timeout: float,
     ) -> None:
-        """Start the server's process and return at once: it imports what it needs, as do processes for `ranks` of its
-        ranks, and waits for `configure`.
+        """Start the server's process and return at once: it imports what it needs, and waits for `configure`.
         `directory`, which others must not be able to read, gets the arguments file with the server's key, and is
         removed at the end. `health_timeout`: seconds of silence after which a server that owes an answer is ended."""
         self._name, self._log, self.directory = name, log, directory
@@ -78,7 +76,7 @@ class Server:
             with log.open("ab") as sink:
                 self._log_start = sink.tell()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", launcher, str(self._arguments), str(ranks)],
+                    [sys.executable, "-m", launcher, str(self._arguments)],
                     stdin=subprocess.PIPE,  # the server ends when this closes
                     stdout=sink,
                     stderr=subprocess.STDOUT,
