@@ -59,6 +59,8 @@ MODULES = {
         from sglang.srt.managers.scheduler import run_scheduler_process
         from torch_memory_saver import configure_subprocess
 
+        preset = sorted({*SETTINGS} & {*os.environ})  # in the server itself
+
         def launch(args):
             mp.set_start_method("spawn", force=True)
             if args.program:
@@ -84,14 +86,16 @@ MODULES = {
                 except EOFError:
                     told.append({})
                 process.join()
-                told[-1] |= {"known": process.pid, "status": process.exitcode, "called": process.name}
+                told[-1] |= {"preset": preset, "known": process.pid, "status": process.exitcode, "called": process.name}
             Path(args.model_path, "told.json").write_text(json.dumps(told))
         """,
     "sglang.srt.managers.scheduler": """
         import multiprocessing, os, resource, sys, time
         from pathlib import Path
 
-        here, at_import = Path(sys.argv[1]), dict(os.environ)
+        here, there = Path(sys.argv[1]), lambda pid: Path("/proc", str(pid)).exists()
+        before = [pid for each in here.parent.glob("imported-*") if there(pid := int(each.name.split("-")[1]))]
+        at_import = dict(os.environ)
         known = here.exists()
         os.environ["BY_IMPORT"] = "set"
         mine = here.parent / f"imported-{os.getpid()}"
@@ -106,7 +110,8 @@ MODULES = {
                 sys.exit(5)
             this = multiprocessing.current_process()
             writer.send({
-                "pid": os.getpid(), "known_at_import": known, "at_import": at_import, "now": dict(os.environ),
+                "pid": os.getpid(), "known_at_import": known, "before": before, "at_import": at_import,
+                "now": dict(os.environ),
                 "method": multiprocessing.get_start_method(), "name": this.name, "daemon": this.daemon,
                 "limits": [resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)],
             })
@@ -187,7 +192,7 @@ def test_a_rank_imports_before_the_arguments_are_there(started: Any, tmp_path: P
     assert later["pid"] not in early and later["known_at_import"]  # the second was not expected
     for each in (told, later):
         assert each["pid"] == each["known"] and each["status"] == 0
-        assert each["now"][STATIC_SPLITS] == "true"
+        assert each["now"][STATIC_SPLITS] == "true" and each["preset"] == []
     same = ("now", "method", "limits", "daemon")
     assert {name: told[name] for name in same} == {name: later[name] for name in same}
     late = {"SGLANG_RUN_ID": "now", "NCCL_ALGO": "tree"}
@@ -210,7 +215,8 @@ def test_a_rank_that_was_started_otherwise_is_started_again(
     server = started(1)
     early = imports(tmp_path, 2)
     (told,) = configured(server, tmp_path, **change)
-    assert told["pid"] not in early and told["status"] == 0 and gone(early)
+    assert told["pid"] not in early and told["status"] == 0
+    assert told["before"] == [server.pid]  # what the other had of the GPU is free
     assert change.get("environment", {}).items() <= told["at_import"].items()
     assert (told["limits"][0] == 512) == ("files" in change)
     (why,) = reasons(tmp_path)

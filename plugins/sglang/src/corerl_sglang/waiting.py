@@ -167,7 +167,6 @@ def _packed(work: object) -> tuple[bytes, list[int]]:
 
 def _wait(connection: Connection, module: str, prepare: Callable[[], None]) -> None:
     _end_with_parent()
-    multiprocessing.set_start_method("spawn", force=True)  # as in the process that gives the work by then
     importlib.import_module(module)
     connection.send(dict(os.environ))
     try:
