@@ -25,13 +25,17 @@ SECONDS = 60.0  # against hangs
 MODULES = {
     "torch_memory_saver": """
         from contextlib import contextmanager
+        from pathlib import Path
         import os
+
+        library = Path(__file__).parent / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+        name, value = ("LD_PRELOAD", str(library)) if library.exists() else ("SAVER", "loaded")
 
         @contextmanager
         def configure_subprocess():
-            os.environ["SAVER"] = "loaded"
+            os.environ[name] = value
             yield
-            del os.environ["SAVER"]
+            del os.environ[name]
         """,
     "sglang.launch_server": """
         def run_server(args):
@@ -199,6 +203,20 @@ def test_a_rank_imports_before_the_arguments_are_there(started: Any, tmp_path: P
     # What is preset is there at the imports as in a process that SGLang starts; what is read late follows.
     assert told["at_import"] | late == {name: later["at_import"][name] for name in told["at_import"] | late}
     assert told["at_import"]["SAVER"] == "loaded" and SETTINGS.items() <= told["at_import"].items()
+
+
+def test_the_library_of_the_memory_saver_is_preloaded_without_torch(started: Any, tmp_path: Path) -> None:
+    torch = tmp_path / "site" / "torch"
+    torch.mkdir()
+    (torch / "version.py").write_text("cuda = '13.0'\n")
+    (torch / "__init__.py").write_text("raise ImportError('it takes seconds')\n")
+    library = tmp_path / "site" / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+    library.touch()  # no library: the loader says so, and goes on
+    server = started(1)
+    early = imports(tmp_path, 2)
+    (told,) = configured(server, tmp_path)
+    assert told["pid"] in early and reasons(tmp_path) == []
+    assert told["at_import"]["LD_PRELOAD"] == told["now"]["LD_PRELOAD"] == str(library)
 
 
 @pytest.mark.parametrize(

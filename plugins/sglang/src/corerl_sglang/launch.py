@@ -13,12 +13,15 @@ import math
 import multiprocessing
 import os
 import resource
+import runpy
 import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +63,7 @@ READ_LATE = (
     "SGLANG_RUN_ID",
     "SGLANG_USE_CUDA_IPC_TRANSPORT",
 )
+SAVER = "torch_memory_saver_hook_mode_preload"  # its library, of each version of CUDA
 FILES = 65535  # to which `set_ulimit` raises the number of open files, and the stack in KiB
 
 
@@ -125,7 +129,7 @@ def start_ranks(count: int) -> list[Waiting]:
         return []
     try:
         version = metadata.version("sglang")
-        import torch_memory_saver
+        saver = memory_saver()
     except ImportError:  # SGLang will say so
         return []
     if version != PRELOADED:
@@ -140,10 +144,36 @@ def start_ranks(count: int) -> list[Waiting]:
     before = {name: os.environ.get(name) for name in (*SET_IF_UNSET, *SET)}
     set_environment({**{name: os.environ.get(name, value) for name, value in SET_IF_UNSET.items()}, **SET})
     try:
-        with torch_memory_saver.configure_subprocess():  # preloads the library behind SGLang's sleep
+        with saver:
             return [Waiting("sglang.srt.managers.scheduler", prepare_rank, late=READ_LATE) for _ in range(count)]
     finally:
         set_environment(before)
+
+
+def memory_saver() -> contextlib.AbstractContextManager[None]:
+    """Within it, processes start with the library behind SGLang's sleep, which is preloaded: it is found here as
+    torch_memory_saver (0.0.10) does, which would import torch first, for seconds. A process that starts with another
+    is not used."""
+    package, torch = (find_spec(name) for name in ("torch_memory_saver", "torch"))
+    if package is not None and package.origin and torch is not None and torch.origin:
+        cuda = runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get("cuda") or ""
+        pattern, directory = f"{SAVER}_cu{cuda.partition('.')[0]}.*.so", Path(package.origin).parent
+        if len(found := [*directory.glob(pattern)] or [*directory.parent.glob(pattern)]) == 1:
+            return preloading(str(found[0]))
+    import torch_memory_saver
+
+    saver: contextlib.AbstractContextManager[None] = torch_memory_saver.configure_subprocess()
+    return saver
+
+
+@contextlib.contextmanager
+def preloading(library: str) -> Iterator[None]:
+    before = os.environ.get("LD_PRELOAD")
+    set_environment({"LD_PRELOAD": f"{library}:{before}" if before else library})
+    try:
+        yield
+    finally:
+        set_environment({"LD_PRELOAD": before})
 
 
 def raise_limits() -> None:
@@ -156,7 +186,8 @@ def raise_limits() -> None:
 
 
 def prepare_rank() -> None:
-    """Called in each process that the server spawns, before it builds a model."""
+    """Called in each process that the server spawns, before it builds a model. It changes attributes of classes: names
+    that others import are theirs already in a rank that has imported before."""
     arguments = json.loads(Path(sys.argv[1]).read_text())
     split_keys_of_equal_rows(model_config(arguments))
     if VOCABULARY in arguments:
