@@ -56,6 +56,7 @@ SET_IF_UNSET = {
 # functions, or (FP8_WO_A_GEMM) in a module of models, which are imported when the model is built.
 READ_LATE = (
     "NCCL_ALGO",
+    "SGLANG_ENABLE_CP_V2",
     "SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
     "SGLANG_ENABLE_UNIFIED_RADIX_TREE",
     "SGLANG_MAMBA_SSM_DTYPE",
@@ -156,7 +157,8 @@ def memory_saver() -> contextlib.AbstractContextManager[None]:
     is not used."""
     package, torch = (find_spec(name) for name in ("torch_memory_saver", "torch"))
     if package is not None and package.origin and torch is not None and torch.origin:
-        cuda = runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get("cuda") or ""
+        version = Path(torch.origin).with_name("version.py")
+        cuda = (runpy.run_path(str(version)).get("cuda") if version.exists() else None) or ""
         pattern, directory = f"{SAVER}_cu{cuda.partition('.')[0]}.*.so", Path(package.origin).parent
         if len(found := [*directory.glob(pattern)] or [*directory.parent.glob(pattern)]) == 1:
             return preloading(str(found[0]))
