@@ -14,6 +14,7 @@ from attrs import evolve
 from corerl.config import ModelConfig
 from corerl.errors import ConfigError
 from corerl_sglang import start as module
+from corerl_sglang.arguments import HEALTH_GENERATES
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.start import preloaded, start_server
 from tests.engines.models import context
@@ -32,8 +33,9 @@ def test_where_sglang_is_not_installed_no_server_is_started(tmp_path: Path, monk
 
 
 @pytest.mark.processes
-def test_a_launcher_gets_the_file_of_arguments_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_launcher.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+def test_a_launcher_gets_one_argument_and_a_quick_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = f"[sys.argv[1:], os.environ[{HEALTH_GENERATES!r}]]"
+    (tmp_path / "own_launcher.py").write_text(f"import json, os, sys; print(json.dumps({told}))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     own = start_server(ModelConfig(), SglangConfig(launcher="own_launcher"), evolve(context(), run_dir=str(tmp_path)))
     try:
@@ -44,7 +46,7 @@ def test_a_launcher_gets_the_file_of_arguments_alone(tmp_path: Path, monkeypatch
         printed = json.loads((tmp_path / "logs" / "engine-0.log").read_text())
     finally:
         own.stop()
-    assert printed == [str(own.directory / "arguments.json")]
+    assert printed == [[str(own.directory / "arguments.json")], "false"]
 
 
 @pytest.mark.parametrize(

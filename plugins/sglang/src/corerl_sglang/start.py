@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corerl.errors import ConfigError
-from corerl_sglang.arguments import FEATURES_CACHED, PRELOAD, plain_allocator
+from corerl_sglang.arguments import FEATURES_CACHED, HEALTH_GENERATES, PRELOAD, plain_allocator
 from corerl_sglang.config import INSTALL, LAUNCHER
 from corerl_sglang.server import Server
 
@@ -48,6 +48,7 @@ def start_server(model: ModelConfig, options: SglangConfig, context: EngineConte
             environment={
                 **plain_allocator(os.environ),
                 PRELOAD: str(preloaded(options, context)),
+                HEALTH_GENERATES: "false",
                 # Features of a tower that is trained are of its old weights after an update.
                 **({FEATURES_CACHED: "0"} if model.pictures and model.tower != "frozen" else {}),
                 **({"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}),
