@@ -130,10 +130,10 @@ def start_ranks(count: int) -> list[Waiting]:
         return []
     try:
         version = metadata.version("sglang")
-        saver = memory_saver()
+        saver = memory_saver() if version == PRELOADED else None
     except ImportError:  # SGLang will say so
         return []
-    if version != PRELOADED:
+    if saver is None:
         print(
             f"corerl: ranks import after the server: only for SGLang {PRELOADED}, not {version}, is it known how to "
             "start them before",
