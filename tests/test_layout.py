@@ -44,7 +44,7 @@ PEFT_FIELD = '"megatron_core"'  # of an adapter_config.json
 # public names of core, and all of the wheel.
 INSIDE, ITS_TESTS = ROOT / "plugins/testing/src", ROOT / "plugins/testing/tests"
 # What comes with torch or an engine where there is a GPU, and what users build for theirs; its absence is caught.
-GUESTS = {"triton", "transformer_engine", "pynvml"}
+GUESTS = {"triton", "transformer_engine", "pynvml", "torch_memory_saver"}
 BY_OTHERS = {"tensorboard", "httptools"}  # imported by torch, and by uvicorn
 NINE = {"attrs", "numpy", "packaging", "ray", "safetensors", "tomli-w", "torch", "transformers", "xxhash"}
 DOORS = [

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from attrs import evolve
 
 from corerl.config import ModelConfig
 from corerl.errors import ConfigError
 from corerl.messages import install_hint
 from corerl_sglang import start as module
+from corerl_sglang.arguments import HEALTH_GENERATES
 from corerl_sglang.config import SglangConfig
-from corerl_sglang.start import start_server
+from corerl_sglang.start import preloaded, start_server
 from tests.engines.models import context
 
 
@@ -28,3 +33,36 @@ def test_where_sglang_is_not_installed_no_server_is_started(tmp_path: Path, monk
     launcher = "plugins.sglang.tests.stand_in"  # which may need no SGLang
     own = start_server(ModelConfig(), SglangConfig(launcher=launcher), context())
     own.stop()
+
+
+@pytest.mark.processes
+def test_a_launcher_gets_one_argument_and_a_quick_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = f"[sys.argv[1:], os.environ[{HEALTH_GENERATES!r}]]"
+    (tmp_path / "own_launcher.py").write_text(f"import json, os, sys; print(json.dumps({told}))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = start_server(ModelConfig(), SglangConfig(launcher="own_launcher"), evolve(context(), run_dir=str(tmp_path)))
+    try:
+        until = time.monotonic() + 60.0
+        while own.alive:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        printed = json.loads((tmp_path / "logs" / "engine-0.log").read_text())
+    finally:
+        own.stop()
+    assert printed == [[str(own.directory / "arguments.json")], "false"]
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "ranks"),
+    [
+        ({"tensor_parallel": 2}, "cuda", 2),
+        ({}, "cpu", 0),
+        ({"preload": False}, "cuda", 0),
+        ({"launcher": "own_launcher"}, "cuda", 0),
+        ({"tensor_parallel": 2, "data_parallel": 2}, "cuda", 0),
+    ],
+)
+def test_ranks_are_preloaded_where_sglangs_own_server_starts_them(
+    options: dict[str, Any], device: str, ranks: int
+) -> None:
+    assert preloaded(SglangConfig(**options), evolve(context(), device=device)) == ranks

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from corerl_sglang.config import SglangConfig
 
 VOCABULARY = "corerl_vocabulary"  # in the arguments file: not an argument of SGLang's, but `launch` reads it
+# Whether SGLang's /health generates a token, and answers a second later. It answers "starting" until the server has
+# generated some by itself, and only a start asks.
+HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+PRELOAD = "CORERL_SGLANG_PRELOAD"  # environment variable for `launch`: ranks that import while the server does
 LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module.function
 
 # SGLang's cache of the features of pictures, by their content, in MB: no weight update empties it.

@@ -64,6 +64,10 @@ class SglangConfig:
         default=120.0,
         validator=above(0),
     )
+    preload: bool = option(
+        "import SGLang in the processes of its ranks while its server imports it; false: SGLang starts them after that",
+        default=True,
+    )
     launcher: str = option(
         "module that starts the server, run with -m; your own may register a model before it calls "
         "corerl_sglang.launch.main",

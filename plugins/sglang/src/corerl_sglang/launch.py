@@ -10,30 +10,69 @@ import dataclasses
 import importlib
 import json
 import math
+import multiprocessing
 import os
+import resource
+import runpy
 import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
-from corerl_sglang.arguments import TRANSPORT, VOCABULARY, Key
+from corerl_sglang.arguments import PRELOAD, TRANSPORT, VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
+from corerl_sglang.waiting import NAME, Waiting, lend, set_environment
 
 POLL_SECONDS = 0.05
 STATIC_SPLITS = "SGLANG_TRITON_DECODE_ATTN_STATIC_KV_SPLITS"
+
+# Of this version it is known what is set between the start of the server and that of a rank, and when it is read.
+PRELOADED = "0.5.17"
+# `_set_envs_and_config` in entrypoints/engine.py and `_handle_environment_variables` in server_args.py set these, and
+# modules of a rank read them as they are imported, as does CUDA, which some of them ask for the GPU's capability.
+SET = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "CUDA_MODULE_LOADING": "AUTO",
+    "SGLANG_ENABLE_TORCH_COMPILE": "0",
+    "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "0",
+}
+SET_IF_UNSET = {
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "TRTLLM_ENABLE_PDL": "1",
+    "CUTE_DSL_LOG_LEVEL": "30",
+    "CUTE_DSL_LOG_TO_CONSOLE": "1",
+}
+# They also set these, which depend on arguments or the GPU, and which a rank reads after its imports alone: in
+# functions, or (FP8_WO_A_GEMM) in a module of models, which are imported when the model is built.
+READ_LATE = (
+    "NCCL_ALGO",
+    "SGLANG_ENABLE_CP_V2",
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
+    "SGLANG_ENABLE_UNIFIED_RADIX_TREE",
+    "SGLANG_MAMBA_SSM_DTYPE",
+    "SGLANG_OPT_FP8_WO_A_GEMM",
+    "SGLANG_RUN_ID",
+    "SGLANG_USE_CUDA_IPC_TRANSPORT",
+)
+SAVER = "torch_memory_saver_hook_mode_preload"  # its library, of each version of CUDA
+FILES = 65535  # to which `set_ulimit` raises the number of open files, and the stack in KiB
 
 
 def main() -> None:
     """Run the server until it ends. Exits with one line if this SGLang does not know an argument."""
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
+    ranks = start_ranks(int(os.environ.pop(PRELOAD, "0")))
     with contextlib.suppress(ModuleNotFoundError):  # run_server imports it late, from where this SGLang has it
         importlib.import_module("sglang.srt.entrypoints.http_server")
     from sglang.launch_server import run_server
@@ -54,6 +93,8 @@ def main() -> None:
             arguments = for_device(arguments, torch.cuda.get_device_capability())
         except ConfigError as refused:
             sys.exit(refused.message)
+    if ranks:
+        lend(ranks, importlib.import_module("sglang.srt.entrypoints.engine"), "run_scheduler_process")
     run_server(ServerArgs(**{**arguments, "api_key": Key(arguments["api_key"])}))
 
 
@@ -83,8 +124,72 @@ def read_arguments(file: Path) -> dict[str, Any]:
     return arguments
 
 
+def start_ranks(count: int) -> list[Waiting]:
+    """Processes that import what a rank needs, with the limits and the environment that SGLang starts ranks with."""
+    if not count:
+        return []
+    try:
+        version = metadata.version("sglang")
+        saver = memory_saver() if version == PRELOADED else None
+    except ImportError:  # SGLang will say so
+        return []
+    if saver is None:
+        print(
+            f"corerl: ranks import after the server: only for SGLang {PRELOADED}, not {version}, is it known how to "
+            "start them before",
+            file=sys.stderr,
+            flush=True,
+        )
+        return []
+    raise_limits()
+    before = {name: os.environ.get(name) for name in (*SET_IF_UNSET, *SET)}
+    set_environment({**{name: os.environ.get(name, value) for name, value in SET_IF_UNSET.items()}, **SET})
+    try:
+        with saver:
+            return [Waiting("sglang.srt.managers.scheduler", prepare_rank, late=READ_LATE) for _ in range(count)]
+    finally:
+        set_environment(before)
+
+
+def memory_saver() -> contextlib.AbstractContextManager[None]:
+    """Within it, processes start with the library behind SGLang's sleep, which is preloaded: it is found here as
+    torch_memory_saver (0.0.10) does, which would import torch first, for seconds. A process that starts with another
+    is not used."""
+    package, torch = (find_spec(name) for name in ("torch_memory_saver", "torch"))
+    if package is not None and package.origin and torch is not None and torch.origin:
+        version = Path(torch.origin).with_name("version.py")
+        cuda = (runpy.run_path(str(version)).get("cuda") if version.exists() else None) or ""
+        pattern, directory = f"{SAVER}_cu{cuda.partition('.')[0]}.*.so", Path(package.origin).parent
+        if len(found := [*directory.glob(pattern)] or [*directory.parent.glob(pattern)]) == 1:
+            return preloading(str(found[0]))
+    import torch_memory_saver
+
+    saver: contextlib.AbstractContextManager[None] = torch_memory_saver.configure_subprocess()
+    return saver
+
+
+@contextlib.contextmanager
+def preloading(library: str) -> Iterator[None]:
+    before = os.environ.get("LD_PRELOAD")
+    set_environment({"LD_PRELOAD": f"{library}:{before}" if before else library})
+    try:
+        yield
+    finally:
+        set_environment({"LD_PRELOAD": before})
+
+
+def raise_limits() -> None:
+    """As SGLang (0.5.17: `set_ulimit`) does before it starts a rank."""
+    for limit, wanted in ((resource.RLIMIT_NOFILE, FILES), (resource.RLIMIT_STACK, 1024 * FILES)):
+        soft, hard = resource.getrlimit(limit)
+        if soft < wanted:
+            with contextlib.suppress(ValueError):  # above the hard limit, of which SGLang warns
+                resource.setrlimit(limit, (wanted, hard))
+
+
 def prepare_rank() -> None:
-    """Called in each process that the server spawns, before it builds a model."""
+    """Called in each process that the server spawns, before it builds a model. It changes attributes of classes: names
+    that others import are theirs already in a rank that has imported before."""
     arguments = json.loads(Path(sys.argv[1]).read_text())
     split_keys_of_equal_rows(model_config(arguments))
     if VOCABULARY in arguments:
@@ -175,5 +280,6 @@ def mask_rows_of_text() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # a spawned process imports its parent's main module, with the same sys.argv
+# A spawned process imports its parent's main module, with the same sys.argv. One that waits has no arguments yet.
+elif __name__ == "__mp_main__" and multiprocessing.current_process().name != NAME:
     prepare_rank()

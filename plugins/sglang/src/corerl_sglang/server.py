@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 LAST_LINES = 15  # of the log, quoted in error messages
 LAST_BYTES = 1 << 16  # of the log, searched for these lines
 POLL_SECONDS = 0.2  # between checks of a starting server
-HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it reports that it is healthy
+HEALTH_SECONDS = 30.0  # for one answer: a launcher's own server may generate a token first, as SGLang does unless told
 # An endpoint (in SGLang 0.5.15 and 0.5.17) that the HTTP process answers by itself, whatever its ranks do: it generates
 # nothing, asks no scheduler, and works while weights are loaded or memory is released.
 PING = "/ping"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corerl.errors import ConfigError
-from corerl_sglang.arguments import FEATURES_CACHED, plain_allocator
+from corerl_sglang.arguments import FEATURES_CACHED, HEALTH_GENERATES, PRELOAD, plain_allocator
 from corerl_sglang.config import INSTALL, LAUNCHER
 from corerl_sglang.server import Server
 
@@ -47,6 +47,8 @@ def start_server(model: ModelConfig, options: SglangConfig, context: EngineConte
             launcher=options.launcher,
             environment={
                 **plain_allocator(os.environ),
+                PRELOAD: str(preloaded(options, context)),
+                HEALTH_GENERATES: "false",
                 # Features of a tower that is trained are of its old weights after an update.
                 **({FEATURES_CACHED: "0"} if model.pictures and model.tower != "frozen" else {}),
                 **({"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}),
@@ -58,3 +60,11 @@ def start_server(model: ModelConfig, options: SglangConfig, context: EngineConte
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def preloaded(options: SglangConfig, context: EngineContext) -> int:
+    """Ranks that import while their server does. None with a launcher of one's own, whose module they would run before
+    there are arguments, nor with data parallelism, for which another process starts the ranks."""
+    if not options.preload or options.launcher != LAUNCHER or context.device != "cuda" or options.data_parallel > 1:
+        return 0
+    return options.tensor_parallel

@@ -1,0 +1,322 @@
+"""Ranks of a server that import beside it: of a package `sglang` with the modules that start a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from corerl_sglang.arguments import PRELOAD
+from corerl_sglang.launch import PRELOADED, SET, SET_IF_UNSET, STATIC_SPLITS
+from corerl_testing import smallest_config
+
+pytestmark = pytest.mark.processes
+SECONDS = 60.0  # against hangs
+MODULES = {
+    "torch_memory_saver": """
+        from contextlib import contextmanager
+        from pathlib import Path
+        import os
+
+        library = Path(__file__).parent / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+        name, value = ("LD_PRELOAD", str(library)) if library.exists() else ("SAVER", "loaded")
+
+        @contextmanager
+        def configure_subprocess():
+            os.environ[name] = value
+            yield
+            del os.environ[name]
+        """,
+    "sglang.launch_server": """
+        def run_server(args):
+            from sglang.srt.entrypoints import engine
+            engine.launch(args)
+        """,
+    "sglang.srt.server_args": """
+        from dataclasses import dataclass, field
+
+        @dataclass
+        class ServerArgs:
+            model_path: str
+            api_key: str
+            starts: int = 1
+            program: str = ""
+            environment: dict = field(default_factory=dict)
+            files: int = 0
+            does: str = "tells"
+            process: dict = field(default_factory=dict)
+        """,
+    "sglang.srt.entrypoints.http_server": "from sglang.srt.entrypoints import engine",
+    "sglang.srt.entrypoints.engine": """
+        import contextlib, json, multiprocessing as mp, os, resource, sys
+        from pathlib import Path
+        from sglang.srt.managers.scheduler import run_scheduler_process
+        from torch_memory_saver import configure_subprocess
+
+        preset = sorted({*SETTINGS} & {*os.environ})  # in the server itself
+
+        def launch(args):
+            mp.set_start_method("spawn", force=True)
+            if args.program:
+                mp.spawn.set_executable(args.program)
+            os.environ.update(SETTINGS)
+            os.environ.update({"SGLANG_RUN_ID": "now", **args.environment})
+            for limit, wanted in ((resource.RLIMIT_NOFILE, 65535), (resource.RLIMIT_STACK, 65535 * 1024)):
+                soft, hard = resource.getrlimit(limit)
+                if soft < wanted:
+                    with contextlib.suppress(ValueError):
+                        resource.setrlimit(limit, (wanted, hard))
+            if args.files:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (args.files, args.files))
+            told = []
+            for _ in range(args.starts):
+                reader, writer = mp.Pipe(duplex=False)
+                process = mp.Process(target=run_scheduler_process, args=(args, writer), **args.process)
+                with configure_subprocess():
+                    process.start()
+                del writer
+                try:
+                    told.append(reader.recv())
+                except EOFError:
+                    told.append({})
+                process.join()
+                told[-1] |= {"preset": preset, "known": process.pid, "status": process.exitcode, "called": process.name}
+            Path(args.model_path, "told.json").write_text(json.dumps(told))
+        """,
+    "sglang.srt.managers.scheduler": """
+        import multiprocessing, os, resource, sys, time
+        from pathlib import Path
+
+        here, there = Path(sys.argv[1]), lambda pid: Path("/proc", str(pid)).exists()
+        before = [pid for each in here.parent.glob("imported-*") if there(pid := int(each.name.split("-")[1]))]
+        at_import = dict(os.environ)
+        known = here.exists()
+        os.environ["BY_IMPORT"] = "set"
+        mine = here.parent / f"imported-{os.getpid()}"
+        mine.touch()
+        if multiprocessing.parent_process() is not None and (do := here.parent / "first").exists():
+            text = do.read_text()
+            do.unlink()
+            exec(text)
+
+        def run_scheduler_process(args, writer):
+            if args.does == "ends":
+                sys.exit(5)
+            this = multiprocessing.current_process()
+            writer.send({
+                "pid": os.getpid(), "known_at_import": known, "before": before, "at_import": at_import,
+                "now": dict(os.environ),
+                "method": multiprocessing.get_start_method(), "name": this.name, "daemon": this.daemon,
+                "limits": [resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)],
+            })
+        """,
+}
+SETTINGS = {**SET_IF_UNSET, **SET}
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    """Starts a server for so many ranks; it has no arguments yet."""
+    site = tmp_path / "site"
+    for name, text in MODULES.items():
+        file = site / f"{name.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text).replace("SETTINGS", repr(SETTINGS)))
+    (own := tmp_path / "own").mkdir()
+    servers = []
+
+    def start(ranks: int, *, version: str = PRELOADED, first: str = "") -> subprocess.Popen[bytes]:
+        """`first`: what the first process does that imports a rank's module, but for the server."""
+        (metadata := site / f"sglang-{version}.dist-info").mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+        if first:
+            (own / "first").write_text(first)
+        with (tmp_path / "log").open("wb") as log:
+            servers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "corerl_sglang.launch", str(own / "arguments.json")],
+                    stdin=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, "PYTHONPATH": str(site), PRELOAD: str(ranks)},
+                    start_new_session=True,
+                )
+            )
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.communicate()  # closes its standard input, at which it ends
+
+
+def configured(server: subprocess.Popen[bytes], directory: Path, **more: Any) -> Any:
+    """What the ranks told a server that got its arguments now, and has ended."""
+    config = {**smallest_config("qwen3").to_dict(), "model_type": "qwen3"}
+    (directory / "config.json").write_text(json.dumps(config))
+    arguments = {"model_path": str(directory), "api_key": "key", **more}
+    (directory / "own" / "partial").write_text(json.dumps(arguments))
+    os.replace(directory / "own" / "partial", directory / "own" / "arguments.json")
+    assert server.wait(SECONDS) == 0, (directory / "log").read_text()
+    return json.loads((directory / "told.json").read_text())
+
+
+def imports(directory: Path, count: int) -> set[int]:
+    """The processes that have imported, once there are as many."""
+    until = time.monotonic() + SECONDS
+    while len(found := list((directory / "own").glob("imported-*"))) < count:
+        assert time.monotonic() < until, f"{len(found)} processes have imported, of {count}"
+        time.sleep(0.02)
+    return {int(file.name.split("-")[1]) for file in found}
+
+
+def reasons(directory: Path) -> list[str]:
+    return [line for line in (directory / "log").read_text().splitlines() if line.startswith("corerl:")]
+
+
+def gone(pids: set[int]) -> bool:
+    waited = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(waited, SECONDS)[1]
+
+
+def test_a_rank_imports_before_the_arguments_are_there(started: Any, tmp_path: Path) -> None:
+    server = started(1)
+    early = imports(tmp_path, 2) - {server.pid}  # the server's engine imports the rank's module too
+    told, later = configured(server, tmp_path, starts=2, environment={"NCCL_ALGO": "tree"})
+    assert reasons(tmp_path) == []
+    assert early == {told["pid"]} and not told["known_at_import"]
+    assert later["pid"] not in early and later["known_at_import"]  # the second was not expected
+    for each in (told, later):
+        assert each["pid"] == each["known"] and each["status"] == 0
+        assert each["now"][STATIC_SPLITS] == "true" and each["preset"] == []
+    same = ("now", "method", "limits", "daemon")
+    assert {name: told[name] for name in same} == {name: later[name] for name in same}
+    late = {"SGLANG_RUN_ID": "now", "NCCL_ALGO": "tree"}
+    # What is preset is there at the imports as in a process that SGLang starts; what is read late follows.
+    assert told["at_import"] | late == {name: later["at_import"][name] for name in told["at_import"] | late}
+    assert told["at_import"]["SAVER"] == "loaded" and SETTINGS.items() <= told["at_import"].items()
+
+
+def test_the_library_of_the_memory_saver_is_preloaded_without_torch(started: Any, tmp_path: Path) -> None:
+    torch = tmp_path / "site" / "torch"
+    torch.mkdir()
+    (torch / "version.py").write_text("cuda = '13.0'\n")
+    (torch / "__init__.py").write_text("raise ImportError('it takes seconds')\n")
+    library = tmp_path / "site" / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+    library.touch()  # no library: the loader says so, and goes on
+    server = started(1)
+    early = imports(tmp_path, 2)
+    (told,) = configured(server, tmp_path)
+    assert told["pid"] in early and reasons(tmp_path) == []
+    assert told["at_import"]["LD_PRELOAD"] == told["now"]["LD_PRELOAD"] == str(library)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"environment": {"CUDA_VISIBLE_DEVICES": "secret"}}, "CUDA_VISIBLE_DEVICES"),
+        ({"environment": {"SGLANG_ENABLE_TORCH_COMPILE": "1"}}, "SGLANG_ENABLE_TORCH_COMPILE"),
+        ({"files": 512}, "limits"),
+    ],
+)
+def test_a_rank_that_was_started_otherwise_is_started_again(
+    started: Any, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    server = started(1)
+    early = imports(tmp_path, 2)
+    (told,) = configured(server, tmp_path, **change)
+    assert told["pid"] not in early and told["status"] == 0
+    assert told["before"] == [server.pid]  # what the other had of the GPU is free
+    assert change.get("environment", {}).items() <= told["at_import"].items()
+    assert (told["limits"][0] == 512) == ("files" in change)
+    (why,) = reasons(tmp_path)
+    assert named in why and "secret" not in why
+
+
+def test_a_rank_is_named_as_multiprocessing_is_told(started: Any, tmp_path: Path) -> None:
+    server = started(1)
+    early = imports(tmp_path, 2)
+    told, later = configured(server, tmp_path, starts=2, process={"name": "rank-0", "daemon": True})
+    assert told["pid"] in early and later["pid"] not in early
+    for each in (told, later):
+        assert each["called"] == each["name"] == "rank-0" and each["daemon"] is True
+
+
+def test_the_end_of_a_rank_reaches_its_server(started: Any, tmp_path: Path) -> None:
+    server = started(1)
+    early = imports(tmp_path, 2)
+    told, later = configured(server, tmp_path, starts=2, does="ends")
+    assert told["known"] in early and later["known"] not in early
+    assert told["status"] == later["status"] == 5 and told.keys() == later.keys()
+
+
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [
+        ("print('no such library', file=sys.stderr); os._exit(7)", "exited with status 7"),
+        ("raise ImportError('no such library')", "exited with status 1"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_dies_importing_is_started_again(started: Any, tmp_path: Path, first: str, how: str) -> None:
+    server = started(1, first=first)
+    early = imports(tmp_path, 2)
+    (told,) = configured(server, tmp_path)
+    assert told["pid"] not in early and told["status"] == 0
+    (why,) = reasons(tmp_path)
+    (dead,) = early - {server.pid}
+    assert why.startswith(f"corerl: process {dead}") and how in why and str(tmp_path / "log") in why
+    assert ("no such library" in (tmp_path / "log").read_text()) == ("no such library" in first)
+
+
+def test_a_rank_that_dies_waiting_is_started_again(started: Any, tmp_path: Path) -> None:
+    server = started(1)
+    (dead,) = imports(tmp_path, 2) - {server.pid}
+    os.kill(dead, signal.SIGKILL)
+    (told,) = configured(server, tmp_path)
+    assert told["pid"] != dead and told["status"] == 0
+    assert "was killed by SIGKILL" in reasons(tmp_path)[0]
+
+
+def test_a_rank_that_another_program_starts_is_not_one_that_waits(started: Any, tmp_path: Path) -> None:
+    program = tmp_path / "bound.sh"
+    program.write_text(f'#!/bin/sh\nBOUND=yes exec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    server = started(1)
+    early = imports(tmp_path, 2)
+    (told,) = configured(server, tmp_path, program=str(program))
+    assert told["pid"] not in early and told["known"] == told["pid"] and told["now"]["BOUND"] == "yes"
+    assert str(program) in reasons(tmp_path)[0]
+
+
+@pytest.mark.parametrize(("ranks", "version", "lines"), [(0, PRELOADED, 0), (1, "0.5.18", 1)])
+def test_ranks_start_after_their_server_where_so_told_or_unknown(
+    started: Any, tmp_path: Path, ranks: int, version: str, lines: int
+) -> None:
+    server = started(ranks, version=version)
+    assert imports(tmp_path, 1) == {server.pid}
+    (told,) = configured(server, tmp_path)
+    assert told["known_at_import"] and told["status"] == 0
+    assert [version in line for line in reasons(tmp_path)] == [True] * lines
+
+
+def test_nothing_is_left_of_ranks_that_were_not_needed(started: Any, tmp_path: Path) -> None:
+    server = started(2)
+    waiting = imports(tmp_path, 3) - {server.pid}
+    assert configured(server, tmp_path, starts=0) == []
+    assert gone(waiting)
+
+
+def test_a_rank_ends_with_its_server_while_it_imports(started: Any, tmp_path: Path) -> None:
+    server = started(1, first="time.sleep(600)")
+    waiting = imports(tmp_path, 2) - {server.pid}
+    server.kill()  # alone, not its group
+    assert gone(waiting)
