@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+FIRST, LAST = (1, 16), (1, 26)  # versions of the package; 1.19.1 was run, and later ones choose among further kernels
 HOPPER = (9, 0)
 LARGEST_HEAD = 128  # that the backward pass on Hopper takes
 SHORTEST = 1024  # tokens of the longest sequence from which on it is faster
@@ -65,10 +67,11 @@ def _present(device: torch.device) -> bool:
 
 @functools.cache
 def _cudnn() -> Any:
-    """The package's module; None if it is not installed."""
+    """The package's module; None if it is not installed, or in a version of another interface."""
     try:
-        return importlib.import_module("cudnn")
-    except ImportError:
+        major, minor, *_ = importlib.metadata.version("nvidia-cudnn-frontend").split(".")
+        return importlib.import_module("cudnn") if FIRST <= (int(major), int(minor)) <= LAST else None
+    except ImportError:  # PackageNotFoundError is one
         return None
 
 

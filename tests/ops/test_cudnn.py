@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,14 @@ def test_torch_attends_where_cudnn_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     assert not cudnn.takes(torch.empty(3000, 2, 136), 1024)
     present["there"] = False
     assert not cudnn.takes(q, 1024)
+
+
+@pytest.mark.parametrize(("version", "used"), [("1.16.0", True), ("1.26.1", True), ("1.15.0", False), ("1.27", False)])
+def test_other_versions_of_the_package_are_not_used(version: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = ModuleType("cudnn")
+    monkeypatch.setitem(sys.modules, "cudnn", installed)
+    monkeypatch.setattr(cudnn.importlib.metadata, "version", {"nvidia-cudnn-frontend": version}.__getitem__)
+    assert cudnn._cudnn.__wrapped__() is (installed if used else None)
 
 
 def test_a_machine_without_a_gpu_has_none() -> None:
