@@ -200,6 +200,7 @@ class Side:
     norms: list[float] = field(factory=list)  # of every step's gradient, warm-up included
     peaks: list[float] = field(factory=list)  # by rank: the most in a measured step, without what other sides hold
     held: float = 0.0  # between steps, on the first rank
+    retries: int = 0  # times that torch's allocator gave memory back to get other memory, in all steps
     sleeps: list[list[float]] = field(factory=list)  # of each: seconds, GiB freed, GiB left, seconds to wake
     copies: list[float] = field(factory=list)  # seconds to copy as many bytes to pinned memory, and back
     tokens: int = 0  # of a step, on all ranks
@@ -261,6 +262,8 @@ class Running:
         self.found.peaks = [own] * dist.get_world_size()
         dist.all_gather_object(self.found.peaks, own)
         self.found.held = self.held / GIB
+        if self.device.type == "cuda":
+            self.found.retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
         self.loop.close()
         return self.found
 
@@ -335,6 +338,7 @@ def report(name: str, case: Case, starts: Mapping[str, Sequence[Side]], versions
             number("MFU", mfu if found[0].flops else [], "%")
             number("peak of each GPU", [each for start in found for each in start.peaks], "GiB")
             number("between steps", [start.held for start in found], "GiB")
+            number("retries of the allocator", [start.retries for start in found], "")
         slept = [start for start in found if start.sleeps]
         number("the first sleep, which pins host memory", [start.sleeps[0][0] for start in slept], "s")
         for part, unit, words in ((0, "s", "sleep"), (3, "s", "wake up"), (1, "GiB", "freed"), (2, "GiB", "left")):
