@@ -205,12 +205,15 @@ class SampledRollouts(Source):
         self, tasks: list[PromptTask], *, counts: Mapping[str, int], seconds: Mapping[str, float] | None = None
     ) -> ScoredRollout:
         """The step that these tasks make; its failures and parts are of all that was scored since the last one. Raises
-        RewardError if every sample failed to score."""
+        RewardError if every sample failed to score, or if none has the part that decides dynamic sampling."""
         first = next((scores.first for scores in self._scores if scores.first), "")
         if all(task.scores.failed.all() for task in tasks):
             why = next((task.scores.first for task in tasks if task.scores.first), first)
             count = sum(len(task.request) for task in tasks)
             raise RewardError(why + (f"; all {count} samples failed" if count > 1 else ""))
+        # Of a run's first step alone: by chance a later one, so a resumed run's first, has only prompts without it.
+        if self.dynamic_sampling is not None and self._step == 0:
+            self.dynamic_sampling.require_part(self._scores)
         rollout = Rollout.concatenate([task.rollout for task in tasks])
         scored = ScoredRollout(
             step=self._step,
