@@ -264,7 +264,7 @@ class _Epochs:
 
     @property
     def position(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "offset": self.offset, "prompts": len(self._order), "taken": self.taken}
+        return {"epoch": self.epoch, "offset": self.offset, "taken": self.taken}
 
     def take(self, prompt: Callable[[int], Prompt | None]) -> Prompt:
         """The next prompt, without those that are None. Raises DataError if all of an epoch are."""
