@@ -48,14 +48,11 @@ DIFFERENTIATED = "k3-differentiated"  # in value k3, see `penalty`
 ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, DIFFERENTIATED: k3}
 
 
-def estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+def estimator_of(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     """The estimator of this name, `(logprobs [T], reference [T]) -> [T]`; ConfigError for an unknown name."""
     if name not in ESTIMATORS:
         raise ConfigError(f"algorithm.kl_estimator: unknown estimator {name!r}; use one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
-
-
-_estimator = estimator  # for use where a parameter shadows the name
 
 
 def penalty(logprobs: Tensor, reference: Tensor, log_ratio: Tensor, *, estimator: str) -> Tensor:
@@ -79,7 +76,7 @@ def penalty(logprobs: Tensor, reference: Tensor, log_ratio: Tensor, *, estimator
         return k3(logprobs, reference)
     ratio, policy = log_ratio.detach().exp(), logprobs.detach()
     slope = ratio * (policy - reference)
-    return ratio * _estimator(estimator)(policy, reference) + slope * (logprobs - policy)
+    return ratio * estimator_of(estimator)(policy, reference) + slope * (logprobs - policy)
 
 
 def token_kl(logprobs: FloatArray, reference: FloatArray, loss_mask: BoolArray, *, estimator: str) -> FloatArray:
@@ -91,7 +88,7 @@ def token_kl(logprobs: FloatArray, reference: FloatArray, loss_mask: BoolArray, 
     """
     import torch  # losses load without
 
-    estimate = _estimator(estimator)
+    estimate = estimator_of(estimator)
     policy, other = (torch.from_numpy(each[loss_mask].astype(np.float64)) for each in (logprobs, reference))
     divergence = np.zeros(len(loss_mask), dtype=np.float32)
     divergence[loss_mask] = estimate(policy, other).numpy()

@@ -264,7 +264,7 @@ class _Epochs:
 
     @property
     def position(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "offset": self.offset, "prompts": len(self._order), "taken": self.taken}
+        return {"epoch": self.epoch, "offset": self.offset, "taken": self.taken}
 
     def take(self, prompt: Callable[[int], Prompt | None]) -> Prompt:
         """The next prompt, without those that are None. Raises DataError if all of an epoch are."""
@@ -358,10 +358,14 @@ class PromptStream:
         return {**self.position, **self._given_back([*(prompt.index for prompt in prompts), *self._returned])}
 
     def _given_back(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The digests of returned prompts: the file may have another order when the run is resumed."""
-        found = [next(each for each in reversed(self._components) if each.first <= index) for index in indices]
-        digests = [int(each.digests[index - each.first]) for each, index in zip(found, indices, strict=True)]
-        return {"returned": digests} if digests else {}
+        """The components and digests of returned prompts: the file may have another order when the run is resumed, and
+        another component may have an equal row."""
+        returned = []
+        for index in indices:
+            at = max(at for at, each in enumerate(self._components) if each.first <= index)
+            component = self._components[at]
+            returned.append([at, int(component.digests[index - component.first])])
+        return {"returned": returned} if returned else {}
 
     def restore(self, position: Mapping[str, Any]) -> bool:
         """Continue from `position`; False if these prompts replace those of the position, and begin with the first.
@@ -383,9 +387,9 @@ class PromptStream:
             )
         for epochs, saved in zip(self._epochs, positions, strict=True):
             epochs.start(epoch=saved["epoch"], offset=saved["offset"], taken=saved["taken"])
-        for digest in position.get("returned", []):
-            found = [each.train[each.digests_of(each.train) == digest] for each in self._components]
-            indices = np.concatenate(found).tolist()
+        for at, digest in position.get("returned", []):
+            component = self._components[at]
+            indices = component.train[component.digests_of(component.train) == digest].tolist()
             if indices and indices[0] not in self._source.left_out:  # which may have grown since
                 self._returned.append(indices[0])
         return True

@@ -112,7 +112,7 @@ class EngineFleet:
         self._changing = threading.Condition()
         self._calls_in_progress = 0
         self._replicas: list[Replica] = [self._replica(each) for each in assignments]  # in the order of their processes
-        self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
+        self.failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
 
     def _replica(self, assignment: EngineAssignment, *, restarts: int = 0) -> Replica:
         replica = Replica(assignment=assignment, restarts=restarts)
@@ -463,11 +463,11 @@ class EngineFleet:
 
     def _require_allowed(self, replica: Replica, error: CorerlError) -> None:
         """Kill all processes and raise `error` if the replica's restarts are used up."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if replica.restarts < self._allowed:
             return
-        self._failure = error
+        self.failure = error
         self.processes.kill()
         if restarts := replica.restarts:
             error.add_note(
@@ -488,7 +488,7 @@ class EngineFleet:
                 pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
             found = self.processes.answers(pending, on_ended=on_ended)
         except WorkerDied as gone:  # none can be asked any more
-            raise self._failure or gone from None
+            raise self.failure or gone from None
         finally:
             with self._changing:
                 self._calls_in_progress -= 1
@@ -503,7 +503,7 @@ class EngineFleet:
                 if isinstance(error, WorkerDied):
                     replica.mark_dead(error)
             if not isinstance(error, WorkerDied):
-                self._failure = self._failure or error
+                self.failure = self.failure or error
                 self.processes.kill()
                 raise error
             self._require_allowed(replica, error)
@@ -542,8 +542,8 @@ class EngineFleet:
         try:
             self.processes.grow(names, slots, [(assignment,) for assignment in assignments])
         except CorerlError as error:
-            if self._failure is not None:  # meanwhile, of all
-                raise self._failure from None
+            if self.failure is not None:  # meanwhile, of all
+                raise self.failure from None
             stays = ResizeFailed(
                 f"the engines stay {len(self)} and do not become {replicas}, since not all of {', '.join(names)} have "
                 f"started: {error.message}"
@@ -565,7 +565,7 @@ class EngineFleet:
         try:
             self._close(lambda method: self.processes.start_some(method, dict.fromkeys(living, ())))
         except WorkerDied as gone:  # all have
-            raise self._failure or gone from None
+            raise self.failure or gone from None
         self.processes.shrink(count)
 
     # ---- the end ----------------------------------------------------------------------------------------------------

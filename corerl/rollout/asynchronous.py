@@ -115,10 +115,10 @@ class AsynchronousRollouts(SampledRollouts):
         self.engines.loop.run(self._resume(policies))
 
     async def _pause(self) -> None:
-        self._raise_failure()
+        self._require_engines()
         if self._started:
             await self.engines.pause()
-        self._raise_failure()
+        self._require_engines()
 
     async def _resume(self, policies: Policies) -> None:
         self._policies = policies

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from attrs import field, frozen
+import numpy as np
+from attrs import frozen
 
 from corerl.rollout.scoring import Scores
 from corerl.types import BoolArray, FloatArray, IntArray
@@ -17,11 +18,20 @@ class DynamicSampling:
     useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], peers [B] -> by their numbers
     max_replacements: int  # of a whole step; groups that are still missing then are filled up with dropped ones
     part: str = ""  # of the reward, which decides; "": the reward itself
-    _known: set[str] = field(factory=set, init=False, eq=False)  # parts that samples have had
 
     def deciding(self, scores: Scores) -> FloatArray:
-        """[B] what decides. Raises RewardError if no sample so far had the part."""
-        self._known.update(scores.values)
-        if self.part in self._known - scores.values.keys():  # other prompts, whose reward may have other parts
-            return scores.rewards
+        """[B] what decides: of samples without the part, whose prompts' rewards may have others, it is the reward."""
+        return self._part(scores) if self.part in scores.values else scores.rewards
+
+    def require_part(self, batches: Sequence[Scores]) -> None:
+        """Raises RewardError if no sample of a whole step, scored in these batches, has the part."""
+        self._part(
+            Scores(
+                rewards=np.concatenate([each.rewards for each in batches]),
+                failed=np.concatenate([each.failed for each in batches]),
+                values=Scores.joined_values(batches),
+            )
+        )
+
+    def _part(self, scores: Scores) -> FloatArray:
         return scores.part(self.part, setting="algorithm.dynamic_sampling_on")

@@ -57,7 +57,7 @@ class Evaluation:
     first_failure: str = ""  # as one line
 
 
-async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer, *, show: int = 3) -> Evaluation:
+async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer) -> Evaluation:
     """Sample and score each prompt. The same weights give the same scores at any step: noise depends on the seed, the
     prompt and the sample's number, and is that of no training step.
 
@@ -89,7 +89,7 @@ async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer, *, 
         for part, chosen in {prefix: np.ones(len(prompts), np.bool_), **mixed}.items():
             found = pass_and_majority(right_PG[chosen], votes_PG[chosen])
             metrics |= {part + name: value for name, value in found.items()}
-    first = first_samples(rollout, show)
+    first = first_samples(rollout)
     asked = [rollout.prompts[each] for each in rollout.batch.row_columns["group"][first]]
     return Evaluation(
         metrics=metrics,

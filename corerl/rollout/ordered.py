@@ -160,15 +160,16 @@ class OneStepOffRollouts(OrderedRollouts):
         self._changed.set()  # for a `next` that waits for a step that was discarded
 
     async def _end_sampling(self) -> None:
-        """Wait until the step in flight needs engines no more: not for its own prompts, nor for replacements."""
-        self._raise_failure()
+        """Wait until the step in flight needs engines no more: not for its own prompts, nor for replacements, nor as it
+        has failed."""
+        self._require_engines()
         sampled = self._wait(lambda: not self._sampling and (self.dynamic_sampling is None or self._enough()))
         if not await self.engines.until(sampled):  # no engine is left
             for task in [*self._in_flight.values()]:
                 self._discard(task)
             self._ready, self._scores = [], []
             self.stream.restore(self._begins)
-        self._raise_failure()
+        self._require_engines()
 
     @property
     def position(self) -> dict[str, Any]:

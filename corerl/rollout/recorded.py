@@ -53,6 +53,7 @@ def write_rollout(directory: Path, scored: ScoredRollout) -> Path:
         "rewards": scored.rewards,
         **{f"columns/{name}": column for name, column in batch.columns.items()},
         **{f"rows/{name}": row for name, row in batch.row_columns.items()},
+        **{f"values/{name}": value for name, value in scored.values.items()},
         **{f"{PICTURES}{picture.id}": picture.pixels for picture in _pictures(rollout)},
         "facts": np.frombuffer(json.dumps(facts, default=_short).encode(), dtype=np.uint8),
     }
@@ -95,6 +96,7 @@ def read_rollout(path: Path) -> ScoredRollout:
             first_failure=facts["first_failure"],
             counts=facts["counts"],
             parts={name: tuple(sums) for name, sums in facts["parts"].items()},
+            values=_under("values/", arrays),
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(f"cannot read the rollout batch {path} ({error}); sample it again") from error

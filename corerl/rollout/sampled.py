@@ -78,7 +78,7 @@ class SampledRollouts(Source):
     _unscored: list[PromptTask] = field(factory=list, init=False)
     _scoring: asyncio.Task[None] | None = field(default=None, init=False)
     _ready: list[PromptTask] = field(factory=list, init=False)  # scored
-    _failure: BaseException | None = field(default=None, init=False)
+    _failure: BaseException | None = field(default=None, init=False)  # of a task; `next` raises it
     _changed: asyncio.Event = field(factory=asyncio.Event, init=False)  # set when tasks were sampled, scored or failed
     # Since the last step was handed out:
     _scores: list[Scores] = field(factory=list, init=False)
@@ -115,7 +115,8 @@ class SampledRollouts(Source):
         started = time.perf_counter()
         try:
             while True:
-                self._raise_failure()
+                if self._failure is not None:
+                    raise self._failure
                 self._start()  # before handing out: what starts now is sampled while this step is trained on
                 if done():
                     return
@@ -133,10 +134,11 @@ class SampledRollouts(Source):
             self._changed.clear()
             await self._changed.wait()
 
-    def _raise_failure(self) -> None:
-        """Raise the error of a failed task, before its consequences surface instead."""
-        if self._failure is not None:
-            raise self._failure
+    def _require_engines(self) -> None:
+        """Raise the error that has ended all engines, before its consequences surface in an update. Another failure is
+        left to `next`, which comes once the step before is saved: that can be trained on all the same."""
+        if self.engines.failure is not None:
+            raise self.engines.failure
 
     def close(self) -> None:
         self.engines.loop.begin(self._cancel())
@@ -205,12 +207,15 @@ class SampledRollouts(Source):
         self, tasks: list[PromptTask], *, counts: Mapping[str, int], seconds: Mapping[str, float] | None = None
     ) -> ScoredRollout:
         """The step that these tasks make; its failures and parts are of all that was scored since the last one. Raises
-        RewardError if every sample failed to score."""
+        RewardError if every sample failed to score, or if none has the part that decides dynamic sampling."""
         first = next((scores.first for scores in self._scores if scores.first), "")
         if all(task.scores.failed.all() for task in tasks):
             why = next((task.scores.first for task in tasks if task.scores.first), first)
             count = sum(len(task.request) for task in tasks)
             raise RewardError(why + (f"; all {count} samples failed" if count > 1 else ""))
+        # Of a run's first step alone: by chance a later one, so a resumed run's first, has only prompts without it.
+        if self.dynamic_sampling is not None and self._step == 0:
+            self.dynamic_sampling.require_part(self._scores)
         rollout = Rollout.concatenate([task.rollout for task in tasks])
         scored = ScoredRollout(
             step=self._step,

@@ -82,10 +82,12 @@ class Rollout:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
-        """Concatenate rollouts, renumbering their groups and episodes."""
+        """Concatenate rollouts, renumbering their groups and episodes. Raises PluginBroken if their columns differ."""
         if len(parts) == 1:  # nothing is copied
             return parts[0]
-        batch = SampleBatch.concatenate(_with_experts([part.batch for part in parts]))
+        batches = _with_experts([part.batch for part in parts])
+        _require_same_columns(batches)
+        batch = SampleBatch.concatenate(batches)
         numbers = {"group": [len(part.prompts) for part in parts]}
         if "episode" in batch.row_columns:
             numbers["episode"] = [int(part.batch.row_columns["episode"].max(initial=-1)) + 1 for part in parts]
@@ -95,7 +97,7 @@ class Rollout:
             batch=batch.with_row_columns(**{name: batch.row_columns[name] + first for name, first in firsts.items()}),
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=[text for part in parts for text in part.texts],
-            outcomes=[outcome for part in parts for outcome in part.outcomes],
+            outcomes=[outcome for part in parts for outcome in part.outcomes or [None] * len(part.batch)],
         )
 
 
@@ -189,6 +191,11 @@ class Sampler(ABC):
         if got != wanted:
             texts = ["{} samples of {} prompts at temperature {:g}".format(*each) for each in (got, wanted)]
             raise PluginBroken(f"{name}.generate returned {texts[0]}, wanted {texts[1]}")
+        if len(rollout.outcomes) not in (0, len(rollout.batch)):
+            raise PluginBroken(
+                f"{name}.generate returned {len(rollout.outcomes)} outcomes of {len(rollout.batch)} rows, wanted one "
+                "for each row; give None to a row that reward.name is to score"
+            )
         return rollout
 
     def request(
@@ -362,6 +369,17 @@ def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
         else batch.with_columns(**{name: np.full((len(batch.tokens), *experts.shape[1:]), -1, experts.dtype)})
         for batch in batches
     ]
+
+
+def _require_same_columns(batches: Sequence[SampleBatch]) -> None:
+    """Raises PluginBroken. Pictures may be in some alone."""
+    for each in ("columns", "row_columns"):
+        found = [getattr(batch, each).keys() - {PICTURE} for batch in batches]
+        if differ := sorted(set.union(*found) - set.intersection(*found)):
+            raise PluginBroken(
+                f"the sampler returned batches whose {each} differ: only some have {', '.join(map(repr, differ))}; "
+                "give those of all prompts the same ones"
+            )
 
 
 def rows_of(prompts: int, samples: int) -> tuple[IntArray, IntArray]:

@@ -18,6 +18,8 @@ from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import PartSums
 from corerl.types import FloatArray, IntArray
 
+SHOWN = 3  # prompts that displays have a sample of
+
 
 @frozen(kw_only=True)
 class ScoredRollout:
@@ -34,9 +36,9 @@ class ScoredRollout:
     parts: PartSums = field(factory=dict)  # of rewards that have several, over all samples scored for this step
     values: Mapping[str, FloatArray] = field(factory=dict)  # [B] of each part; NaN for samples that lack it
 
-    def shown(self, count: int = 3) -> tuple[SampleShown, ...]:
-        """The first sample of each of the first `count` prompts, for display."""
-        return shown(self.rollout, self.rewards, first_samples(self.rollout, count), values=self.values)
+    def shown(self) -> tuple[SampleShown, ...]:
+        """The first sample of each of the first prompts, for display."""
+        return shown(self.rollout, self.rewards, first_samples(self.rollout), values=self.values)
 
     def samples(self) -> tuple[SampleShown, ...]:
         """All samples as texts; of an episode, its last answer."""
@@ -66,12 +68,12 @@ def truncated_fraction(rollout: Rollout) -> float:
     return float((np.bincount(episode_of, weights=rollout.batch.row_columns["truncated"]) > 0).mean())
 
 
-def first_samples(rollout: Rollout, count: int) -> IntArray:
-    """[n] rows of the first sample of each of the first `count` prompts, with all of its roles."""
+def first_samples(rollout: Rollout) -> IntArray:
+    """[n] rows of the first sample of each of the first prompts, with all of its roles."""
     rows, _ = rollout.batch.episodes
     first = rows[rollout.batch.row_columns["sample"][rows] == 0]
     groups = rollout.batch.row_columns["group"][first]
-    return first[np.isin(groups, np.unique(groups)[:count])]
+    return first[np.isin(groups, np.unique(groups)[:SHOWN])]
 
 
 def shown(

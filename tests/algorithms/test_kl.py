@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from corerl.algorithms.kl import estimator, token_kl
+from corerl.algorithms.kl import estimator_of, token_kl
 from corerl.errors import ConfigError
 
 
 def test_an_unknown_estimator_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown estimator 'k4'; use one of k1, k2, k3"):
-        estimator("k4")
+        estimator_of("k4")
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])

@@ -46,6 +46,21 @@ def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> No
     assert resumed.position == begun.position == whole.position
 
 
+def test_a_returned_prompt_comes_again_from_its_own_source(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": [{"role": "user", "content": "2+2"}], "answer": "4"}\n')
+    sources = tuple(DataSource(name=name, source=str(path), system=f"Be {name}.") for name in ("brief", "kind"))
+    begun, resumed = (
+        PromptStream(load_prompts(DataConfig(sources=sources, held_out=0), seed=0), seed=1) for _ in range(2)
+    )
+    first, second = begun.take(2)
+    begun.give_back(second)
+    begun.give_back(first)
+    resumed.restore(json.loads(json.dumps(begun.position)))
+    assert [prompt.source for prompt in (first, second)] == ["brief", "kind"]
+    assert resumed.take(2) == [second, first]
+
+
 @pytest.mark.parametrize(
     ("source", "sources", "said"),
     [

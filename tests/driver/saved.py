@@ -83,7 +83,7 @@ def save(
 def recorded(config: Config, step: int) -> dict[str, Any]:
     """What a run writes beside its roles."""
     record = SortDigits(held_out=config.data.held_out, seed=0).record
-    stand = {"epoch": 0, "offset": 8 * step, "prompts": 10**5 - config.data.held_out, "taken": 8 * step}
+    stand = {"epoch": 0, "offset": 8 * step, "taken": 8 * step}
     return {
         "rollout_step": step,
         "source": {"rollout_step": step, "prompts": {"data": record["identity"], "seed": 0, "sources": [stand]}},

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from attrs import evolve
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
-from corerl.errors import EngineFailed
+from corerl.errors import EngineFailed, RewardError
 from corerl.rollout.asynchronous import AsynchronousRollouts
 from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.recorded import write_rollout
@@ -326,6 +327,25 @@ def test_an_engines_error_is_raised_at_the_next_call(at: str, use: Use[Engines])
     else:
         with pytest.raises(EngineFailed, match="^engine-1 is broken$"):
             engines.next(source)
+
+
+def test_an_update_leaves_a_failure_of_scoring_to_next(use: Use[Engines]) -> None:
+    engines = use(OneBatchAtFirst())
+
+    def score(rollout: Rollout, *, partial: bool = False) -> Scores:
+        if engines.handed_out.is_set():
+            raise RewardError("it is broken")
+        return Scores(rewards=np.zeros(len(rollout.batch), np.float32))
+
+    source = asynchronous(engines, reward=SimpleNamespace(score=score))
+    engines.next(source)
+    engines.handed_out.set()
+    engines.settle()
+    engines.update(source, 1)
+    assert source.position["prompts"].keys() >= {"returned"}
+    with pytest.raises(RewardError, match="^it is broken$"):
+        engines.next(source)
+    source.close()
 
 
 def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:

@@ -14,8 +14,9 @@ from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward
 from corerl.rollout.scoring import Scorer
+from tests.rollout.conftest import Use
 from tests.rollout.engines import Engines, at_once
-from tests.rollout.sampling import KINDS, ByIndex, source, stream
+from tests.rollout.sampling import KINDS, ByIndex, source, stream, upcoming
 
 
 def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:
@@ -59,3 +60,22 @@ def test_a_part_of_the_reward_may_decide(engines: Engines) -> None:
     wrong = DynamicSampling(useful=spread, max_replacements=1, part="rigth")
     with pytest.raises(RewardError, match=r"dynamic_sampling_on: 'rigth' .* 'right', 'length'; did you mean 'right'"):
         engines.next(refilled(engines, 0, reward, dynamic_sampling=wrong))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_that_only_some_prompts_have_may_decide(kind: str, use: Use[Engines]) -> None:
+    """The last prompt of the first step alone has it, which is scored after the others where prompts come singly."""
+
+    def reward(prompt: Prompt, response: str) -> dict[str, float]:
+        return {"right" if prompt.index == upcoming(4)[-1] else "style": float(len(response))}
+
+    dynamic_sampling = DynamicSampling(useful=spread, max_replacements=0, part="right")
+    fields = {**KINDS[kind], "dynamic_sampling": dynamic_sampling, "steps": 3}
+    engines = use(Engines(calls=1, width=2))
+    begun, resumed = (refilled(engines, 0, Reward(name="parts", function=reward), **fields) for _ in range(2))
+    with_right = [engines.next(begun).parts.keys() >= {"right"}]
+    position = begun.position
+    with_right += [each.parts.keys() >= {"right"} for each in engines.rest(begun)]
+    assert with_right == [True, False, False]
+    resumed.restore({name: position[name] for name in ("rollout_step", "prompts")})
+    assert [each.step for each in engines.rest(resumed)] == [1, 2]

@@ -41,19 +41,17 @@ class Draws:
         return generation_of([[5, 6, 2], [13, 2], [9, 2]], truncated=[False, False, True])
 
 
-def evaluated(
-    prompts: list[Prompt], reward: Reward = REWARD, *, generate: Any = None, show: int = 3, **own: Any
-) -> Evaluation:
+def evaluated(prompts: list[Prompt], reward: Reward = REWARD, *, generate: Any = None, **own: Any) -> Evaluation:
     """Greedily, but of several samples."""
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=generate or Draws(), seed=0)
     held_out = EvalSet(source=Listed(prompts), **{"params": evolve(PARAMS, greedy="samples" not in own), **own})
-    return asyncio.run(evaluate(sampler, held_out, at_once(reward), show=show))
+    return asyncio.run(evaluate(sampler, held_out, at_once(reward)))
 
 
 def test_a_greedy_evaluation_equals_one_by_hand() -> None:
     draws = Draws()
     params = evolve(PARAMS, greedy=True, routed_experts=True)  # which are of no use to who trains on nothing
-    result = evaluated(PROMPTS, generate=draws, params=params, show=2)
+    result = evaluated(PROMPTS, generate=draws, params=params)
     ((asked, urgent),) = draws.asked
     assert asked.params == evolve(PARAMS, greedy=True) and len(asked) == 3
     assert urgent  # somebody waits for it, and only a later step for what else is drawn
@@ -66,11 +64,21 @@ def test_a_greedy_evaluation_equals_one_by_hand() -> None:
     assert [(shown.prompt, shown.response, shown.answer, shown.reward) for shown in result.shown] == [
         ("0>", "12", "12", 1.0),
         ("1>", "9", "98", 0.5),
+        ("2>", "5", "5", 1.0),
     ]
-    assert result.samples[:2] == result.shown and [each.prompt for each in result.samples] == ["0>", "1>", "2>"]
+    assert result.samples == result.shown
     unanswered = [evolve(prompt, answer="") for prompt in PROMPTS]
     free = evaluated(unanswered, Reward(name="ones", function=lambda prompt, text: 1.0))
     assert "eval/exact_match" not in free.metrics
+
+
+def test_the_first_three_prompts_are_shown() -> None:
+    async def nines(request: GenerateRequest, **_: Any) -> Generation:
+        return generation_of([[13, 2]] * len(request))
+
+    result = evaluated([Prompt(index=i, text=f"{i}>", answer="9") for i in range(5)], generate=nines)
+    assert [each.prompt for each in result.samples] == ["0>", "1>", "2>", "3>", "4>"]
+    assert result.shown == result.samples[:3]
 
 
 def test_failed_rewards_are_counted_unless_all_fail() -> None:
@@ -173,6 +181,6 @@ def test_of_several_roles_the_named_one_or_the_last_decides(decides: str, right:
 
     held_out = EvalSet(source=Listed(PROMPTS), params=PARAMS, samples=1, correct_on=decides, correct_from=1.0)
     sampler = TwoRoles(None, prompt_sampler(tokenizer=TOKENIZER, generate=Draws(), seed=0).context)
-    found = asyncio.run(evaluate(sampler, held_out, at_once(REWARD), show=3)).metrics
+    found = asyncio.run(evaluate(sampler, held_out, at_once(REWARD))).metrics
     assert found["eval/pass@1"] == pytest.approx(right)
     assert (found["eval/reward/asks"], found["eval/reward/solves"]) == pytest.approx((2 / 3, 1 / 3))

@@ -78,7 +78,7 @@ def test_an_update_waits_for_samples_but_not_for_rewards(use: Use[Engines], monk
     begun.close()
 
 
-def test_a_failure_ahead_is_raised_before_weights_change(use: Use[Engines]) -> None:
+def test_an_engines_failure_ahead_is_raised_before_weights_change(use: Use[Engines]) -> None:
     engines = use(Held(2))
     begun = ahead(engines)
     assert engines.next(begun).step == 0
@@ -93,7 +93,7 @@ def test_a_failure_ahead_is_raised_before_weights_change(use: Use[Engines]) -> N
     begun.close()
 
 
-def test_a_step_is_handed_out_before_an_unreadable_prompt_ahead(engines: Engines) -> None:
+def test_a_step_is_trained_on_and_saved_before_an_unreadable_prompt_ahead(engines: Engines, tmp_path: Path) -> None:
     def check(prompt: Prompt) -> str:
         if prompt.index == wanted[PROMPTS + 1]:
             raise DataError("it has no tokens")
@@ -102,6 +102,9 @@ def test_a_step_is_handed_out_before_an_unreadable_prompt_ahead(engines: Engines
     wanted = upcoming(2 * PROMPTS)
     begun = ahead(engines, stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7, check=check))
     assert indices(engines.next(begun)) == wanted[:PROMPTS]
+    engines.update(begun, 1)
+    begun.save(tmp_path)
+    assert not list(tmp_path.iterdir())
     begins = stream()
     begins.restore(begun.position["prompts"])
     assert [prompt.index for prompt in begins.take(PROMPTS)] == wanted[PROMPTS:]

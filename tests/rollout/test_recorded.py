@@ -26,7 +26,8 @@ def write(directory: Path, *steps: int) -> None:
 
 
 def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
-    given = evolve(scored(3), parts={"right": (1.5, 4), "short": (0.25, 3)})
+    values = {"right": np.array([1, 0, 0.5, 0], np.float32), "a/short": np.array([0.25, 0, 0, np.nan], np.float32)}
+    given = evolve(scored(3), parts={"right": (1.5, 4), "a/short": (0.25, 3)}, values=values)
     path = write_rollout(tmp_path / "rollouts", given)
     assert path.name == "step-00000003.npz" and [each.name for each in path.parent.iterdir()] == [path.name]
     found = read_rollout(path)
@@ -36,6 +37,7 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
         (batch.row_columns, wanted.row_columns),
         ({"t": batch.tokens, "o": batch.offsets}, {"t": wanted.tokens, "o": wanted.offsets}),
         ({"r": found.rewards}, {"r": given.rewards}),
+        (found.values, values),
     ):
         assert arrays.keys() == expected.keys()
         for name in expected:

@@ -19,9 +19,10 @@ from corerl.errors import ConfigError, PluginBroken
 from corerl.models.tokenizer import load_tokenizer
 from corerl.pictures import FoundPicture
 from corerl.rollout.encoding import PromptCheck
+from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, assemble, sampling_params
 from corerl.rollout.scored import shown
-from corerl.rollout.scoring import samples_of
+from corerl.rollout.scoring import RewardScorer, samples_of
 from tests.engines.services import generation_of
 from tests.rollout.samplers import prompt_sampler
 from tests.tiny_pictures import TinyOptions, TinyReader
@@ -150,12 +151,32 @@ OF_TWO = "samples of 2 prompts at temperature 0.5"
             lambda rollout: evolve(rollout, batch=evolve(rollout.batch, temperature=1.0)),
             f"4 samples of 2 prompts at temperature 1, wanted 4 {OF_TWO}",
         ),
+        (lambda rollout: evolve(rollout, outcomes=[1.0] * 3), "3 outcomes of 4 rows, wanted one for each row; give"),
     ],
 )
 def test_what_a_sampler_returns_is_checked(change: Callable[[Rollout], Rollout], said: str) -> None:
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
     with pytest.raises(PluginBroken, match=rf"Faulty\.generate returned {re.escape(said)}"):
         sample(Faulty(change, sampler.context))
+
+
+def test_rewards_stay_with_their_samples_when_rollouts_are_joined() -> None:
+    rollout = sample(prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0))
+    first, second = rollout.take_prompts(np.array([0])), rollout.take_prompts(np.array([1]))
+    joined = Rollout.concatenate([first, evolve(second, outcomes=[5.0, 7.0])])
+    scores = RewardScorer(Reward(name="len", function=lambda prompt, text: -len(text))).score(joined)
+    assert scores.rewards.tolist() == [-2.0, -1.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("columns", ["columns", "row_columns"])
+def test_rollouts_with_different_columns_are_not_joined(columns: str, swapped: bool) -> None:
+    rollout = sample(prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0))
+    size = len(rollout.batch if columns == "row_columns" else rollout.batch.tokens)
+    more = {**getattr(rollout.batch, columns), "mine": np.ones(size)}
+    parts = [rollout, evolve(rollout, batch=evolve(rollout.batch, **{columns: more}))]
+    with pytest.raises(PluginBroken, match=f"batches whose {columns} differ: only some have 'mine'; give"):
+        Rollout.concatenate(parts[::-1] if swapped else parts)
 
 
 def test_stop_texts_of_one_token_become_stop_tokens() -> None:

@@ -69,3 +69,12 @@ def test_parts_of_rows_that_are_gone_are_left_out() -> None:
 
     step = evolve(scored(), values={"right": np.arange(4, dtype=np.float32)})
     assert [each.parts for each in postprocessed(step, second_prompt, name="mine:second").samples()] == [{}, {}]
+
+
+def test_a_batch_may_be_left_without_loss_tokens() -> None:
+    def masked(batch: ScoredRollout) -> ScoredRollout:
+        samples = batch.rollout.batch
+        nothing = np.zeros_like(samples.columns["loss_mask"])
+        return evolve(batch, rollout=evolve(batch.rollout, batch=samples.with_columns(loss_mask=nothing)))
+
+    assert not through(masked).rollout.batch.columns["loss_mask"].any()  # the step is skipped: driver/test_run.py
