@@ -16,7 +16,7 @@ from corerl.engines import Receiving
 from corerl.types import UpdateResult
 from corerl.weights import Address, Bucket, Manifest, bit_sums
 from corerl_testing import Runs, Setup, State, running, state_of, train, whole
-from corerl_testing.scenarios.updates import push_weights
+from corerl_testing.scenarios import updates
 
 STEPS = 2  # of the optimizer, and as many updates
 
@@ -93,5 +93,5 @@ def test_a_routers_bias_of_a_later_stage_is_sent_unrounded(runs: Runs, every_ran
     model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
     ((name, bias),) = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
     assert not torch.equal(bias, bias.bfloat16().float())
-    for pushed in runs.rank_sets[2].run(push_weights, setup, every_rank)[: None if every_rank else 1]:
+    for pushed in runs.rank_sets[2].run(updates.push_weights, setup, every_rank)[: None if every_rank else 1]:
         assert pushed.tensors[name].tolist() == bias.tolist()

@@ -7,10 +7,10 @@ import pytest
 
 from corerl.backend import StateKey
 from corerl_testing import Runs, Setup, start, step_at, train
-from corerl_testing.scenarios.pictures import FIELDS, SHOWN, samples_with_pictures
+from corerl_testing.scenarios import pictures
 
-SETUP = Setup(backend="fsdp", model="", fields=FIELDS, pictures="vision", tower="trained")
-TEXT = ((),) * len(SHOWN)
+SETUP = Setup(backend="fsdp", model="", fields=pictures.FIELDS, pictures="vision", tower="trained")
+TEXT = ((),) * len(pictures.SHOWN)
 
 
 def learned(shows: Sequence[bool], save_to: str = "", resumed: bool = False) -> dict[str, list[float]]:
@@ -22,7 +22,8 @@ def learned(shows: Sequence[bool], save_to: str = "", resumed: bool = False) -> 
             if resumed:
                 worker.shutdown("resumed")
                 worker, _ = start(SETUP, resume=f"{save_to}/actor")
-        train(worker, SETUP, number, samples=samples_with_pictures(number, shown=SHOWN if shown else TEXT))
+        rows = pictures.SHOWN if shown else TEXT
+        train(worker, SETUP, number, samples=pictures.samples_with_pictures(number, shown=rows))
     assert worker.backend.tower is not None
     found = {chunk.name: chunk.view.flatten().tolist() for chunk in worker.backend.tower.chunks(StateKey.MASTER)}
     worker.shutdown("done")
