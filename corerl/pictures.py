@@ -219,6 +219,8 @@ class RankTower(ABC):
     """Encodes the pictures of a pass before its micro-batches, each once, so that no collective of the decoder depends
     on which rows or ranks show any. Holds the weights and, if they are trained, gradients and optimizer."""
 
+    adam_step = 0  # steps taken, for Adam's bias correction: fewer than the backend's where steps show no picture
+
     @property
     @abstractmethod
     def encoded(self) -> int:
@@ -248,14 +250,15 @@ class RankTower(ABC):
     @abstractmethod
     def step(self, lr: float, config: OptimizerConfig | None = None) -> None:
         """Step with the gradients there are, as the caller has clipped them, and with all else that `config` says; by
-        default the role's `[train.optimizer]`."""
+        default the role's `[train.optimizer]`. Counted in `adam_step` if there are any."""
 
     @abstractmethod
     def drop_gradients(self) -> None: ...
 
     @abstractmethod
-    def chunks(self, key: StateKey, *, adam_step: int) -> list[Chunk]:
-        """The HF tensors of the tower; of a frozen one there are no masters and moments."""
+    def chunks(self, key: StateKey) -> list[Chunk]:
+        """The HF tensors of the tower; of a frozen one there are no masters and moments. Missing moments are created,
+        as after `adam_step` steps."""
 
     @abstractmethod
     def tensors(self, kind: MemoryKind) -> list[Tensor]:

@@ -162,7 +162,7 @@ class Primitives(HostedBackend, ABC):
     def held_state(self, key: StateKey) -> Sequence[Chunk]:
         """`local_state`, and what `tower` holds."""
         own = self.local_state(key)
-        return own if self.tower is None else [*own, *self.tower.chunks(key, adam_step=self.adam_step)]
+        return own if self.tower is None else [*own, *self.tower.chunks(key)]
 
     def trains(self, name: str) -> bool:
         """Whether training changes the HF tensor of that name. Others have no masters and are in no checkpoint."""

@@ -83,6 +83,7 @@ class TrainingState(Primitives):
         return {
             "optimizer_step": step.optimizer_step,
             "adam_step": self.adam_step,
+            **({} if self.tower is None else {"tower_adam_step": self.tower.adam_step}),
             "weights_version": self.weights_version,
             "backend": type(self).__qualname__,
             "world_size": self.layout.world_size,
@@ -108,6 +109,8 @@ class TrainingState(Primitives):
             self.after_load({StateKey.MASTER, *base}, None)
             return 0
         self.adam_step = int(extra["adam_step"])
+        if self.tower is not None:  # a backend without `tower` keeps one count for all
+            self.tower.adam_step = int(extra.get("tower_adam_step", self.adam_step))
         for key in SAVED:
             self._take(key, weights if key is StateKey.MASTER else self.held_state(key))
         self.after_load({*SAVED, *base}, self.adam_step)

@@ -15,7 +15,7 @@ from corerl.errors import Unsupported
 from corerl.types import UpdateResult
 from corerl.weights.adapters import Merge, is_adapter, plan_merges
 from corerl.weights.chunks import Chunk
-from corerl.weights.gather import GatherPlan
+from corerl.weights.gather import GatherPlan, gather_plain
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.quantize import quantize, quantized
 from corerl.weights.transport import WeightSender
@@ -49,8 +49,7 @@ class WeightStream(Primitives):
         self._adapter_stream = Stream(cut(adapters)) if adapters and separate else None
         self._adapter_bucket: Bucket | None = None  # of adapters to merge
         if adapters and not separate:
-            # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
-            (self._adapter_bucket,) = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize).buckets
+            self._adapter_bucket = _float32_bucket(adapters)  # merging needs both matrices of an adapter
         self._stream = self._stream_of(cut([each for each in shapes if separate or not is_adapter(each[0])]))
         self._merges: list[list[Merge]] = []  # of each bucket
         if self._adapter_bucket is not None and (lora := self.config.lora) is not None:
@@ -58,11 +57,12 @@ class WeightStream(Primitives):
             self._merges = [plan_merges(bucket, self._adapter_bucket, lora.scale) for bucket in buckets]
 
     def _stream_of(self, gathered: Manifest) -> Stream:
-        """Weights of this manifest, in the form that engines get."""
+        """Weights of this manifest, in the form that engines get. Called on every rank."""
         weights = self.config.weights
         left_out = weights.unquantized if weights.quantize == "fp8" else None
-        buffers = self._precise_buffers(gathered)
-        precise = {name: str(view.dtype).removeprefix("torch.") for name, view in buffers.items()}
+        precise = self._precise_buffers(gathered)
+        shapes = [each for each in self._gather_plan.shapes if each[0] in precise]
+        self._precise_bucket = _float32_bucket(shapes) if shapes else None
         converts = left_out is not None or precise
         return Stream(gathered, quantized(gathered, left_out, precise=precise) if converts else None)
 
@@ -86,11 +86,15 @@ class WeightStream(Primitives):
         sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
         try:
-            to_merge = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
+            root_of_all = roots[0] if len(set(roots)) == 1 else None
+            merged = self._adapter_bucket if self._merges else None
+            to_merge = self._gather_float32(merged, "adapters", chunks, root=root_of_all)
+            buffers = None if adapters else self._precise_bucket
+            unrounded = self._gather_float32(buffers, "buffers", chunks, root=root_of_all)
+            precise = {} if buffers is None or unrounded is None else buffers.views(unrounded)
             if sends:
                 with self.span("meet engines"):
                     sender.open(stream.as_sent, version)
-            precise = self._precise_buffers(stream.gathered)
             for bucket, root in zip(stream.gathered.buckets, roots, strict=True):
                 out = self._gathered(sender, bucket, stream, chunks=chunks, root=root)
                 if out is not None:
@@ -114,21 +118,27 @@ class WeightStream(Primitives):
         where = torch.empty(0, device=self.device) if out is None else out
         self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=dtype)
 
-    def _precise_buffers(self, gathered: Manifest) -> dict[str, torch.Tensor]:
-        """The buffers that the manifest's dtype would round: such as decide which experts a token goes to."""
+    def _precise_buffers(self, gathered: Manifest) -> dict[str, str]:
+        """Name -> dtype of the buffers that the manifest's dtype would round: such as decide which experts a token goes
+        to. Called on every rank, since a pipeline stage has only its own buffers."""
         dtype = getattr(torch, gathered.dtype)
-        return {
-            chunk.name: chunk.view for chunk in self.buffers() if torch.promote_types(chunk.view.dtype, dtype) != dtype
+        own = {
+            chunk.name: str(chunk.view.dtype).removeprefix("torch.")
+            for chunk in self.buffers()
+            if torch.promote_types(chunk.view.dtype, dtype) != dtype
         }
+        ranks = [own] if self.group is None else gather_plain(own, self.group)
+        return {name: held for buffers in ranks for name, held in buffers.items()}
 
-    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> torch.Tensor | None:
-        """The whole adapters to merge, as `_adapter_bucket`, on rank `root`, or on all ranks if it is None; None
-        elsewhere, and if there are none."""
-        bucket = self._adapter_bucket
-        if bucket is None or not self._merges:
+    def _gather_float32(
+        self, bucket: Bucket | None, use: str, chunks: Sequence[Chunk], *, root: int | None
+    ) -> torch.Tensor | None:
+        """The bucket [bucket.numel] in float32 on rank `root`, or on all ranks if it is None; None elsewhere, and if
+        there is none. `use` names its memory."""
+        if bucket is None:
             return None
-        numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where they are needed
-        where = self._gather_plan.memory("adapters", numel, torch.float32, self.device)
+        numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where it is needed
+        where = self._gather_plan.memory(use, numel, torch.float32, self.device)
         return self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
 
     def _gathered(
@@ -181,3 +191,9 @@ class WeightStream(Primitives):
         more than writing."""
         use, dtype = f"bucket of {manifest.dtype}", getattr(torch, manifest.dtype)
         return self._gather_plan.memory(use, manifest.largest, dtype, self.device)[: bucket.numel]
+
+
+def _float32_bucket(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Bucket:
+    """One bucket for all of these tensors, which are small."""
+    (bucket,) = build_manifest(shapes, dtype="float32", bucket_bytes=sys.maxsize).buckets
+    return bucket

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel
 
 from corerl.types import Output
 from corerl_megatron.families import FAMILIES
+from corerl_megatron.layers import TorchRMSNorm
 from corerl_megatron.model import PackedModel
 from corerl_testing import (
     LOGPROBS,
@@ -109,3 +110,18 @@ def test_embeddings_in_bfloat16_are_scaled_as_transformers_scales_them(model_typ
     holder: Any = SimpleNamespace(embedding=table, config=SimpleNamespace(params_dtype=torch.bfloat16))
     PackedModel.scale_embeddings(holder, family.embedding_scale(hf.to_dict()), rounded=family.rounds_scale)
     assert torch.equal(table(tokens), seen[0])
+
+
+def test_centered_norms_in_bfloat16_are_rounded_once() -> None:
+    config: Any = SimpleNamespace(
+        layernorm_zero_centered_gamma=True,
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+        sequence_parallel=False,
+    )
+    norm = TorchRMSNorm(config, 64, eps=1e-6)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 64, generator=draw).bfloat16()
+    torch.nn.init.normal_(norm.weight, std=0.1, generator=draw)
+    exact = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * (1 + norm.weight.double())
+    assert ((norm(x) - exact) / exact).abs().max() < 1.001 * 2**-8  # the most that rounding to bfloat16 changes

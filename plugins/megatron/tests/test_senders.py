@@ -9,12 +9,14 @@ import pytest
 import torch
 from attrs import evolve
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from corerl.config import WeightsConfig
 from corerl.engines import Receiving
 from corerl.types import UpdateResult
 from corerl.weights import Address, Bucket, Manifest, bit_sums
 from corerl_testing import Runs, Setup, State, running, state_of, train, whole
+from corerl_testing.scenarios import updates
 
 STEPS = 2  # of the optimizer, and as many updates
 
@@ -77,3 +79,19 @@ def test_each_stage_sends_its_own_tensors(runs: Runs, monkeypatch: pytest.Monkey
     assert [result.engines for result in first + second] == [{}] * STEPS * 2
     assert min(first[-1].bytes, second[-1].bytes) > 0 and first[-1].bytes + second[-1].bytes == total
     assert {**first[-1].sums, **second[-1].sums} == bit_sums(loaded)
+
+
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_a_routers_bias_of_a_later_stage_is_sent_unrounded(runs: Runs, every_rank: bool) -> None:
+    setup = evolve(
+        runs.setup("megatron", "glm4-moe"),
+        options={"pipeline_parallel": 2},
+        weights=WeightsConfig(bucket_bytes=2**14, dtype="bfloat16"),
+    )
+    manifest, other = runs.rank_sets[2].run(manifest_of, setup)
+    assert manifest == other
+    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
+    ((name, bias),) = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+    assert not torch.equal(bias, bias.bfloat16().float())
+    for pushed in runs.rank_sets[2].run(updates.push_weights, setup, every_rank)[: None if every_rank else 1]:
+        assert pushed.tensors[name].tolist() == bias.tolist()

@@ -41,7 +41,10 @@ class TorchRMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by megatron-core
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.shape, self.weight + 1 if self.zero_centered_gamma else self.weight, self.eps)
+        if not self.zero_centered_gamma:
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # In float32, as in transformers: in bfloat16, adding 1 rounds away most digits of a small weight.
+        return rms_norm(x.float(), self.weight.shape, self.weight.float() + 1, self.eps).type_as(x)
 
 
 class TorchAttention(MegatronModule):

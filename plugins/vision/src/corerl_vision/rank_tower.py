@@ -127,6 +127,7 @@ class VisionRankTower(RankTower):
     def step(self, lr: float, config: OptimizerConfig | None = None) -> None:
         if self._optimizer is not None:
             set_adam(self._optimizer, evolve(config or self._config, lr=lr))
+            self.adam_step += any(param.grad is not None for param in self._params.values())
             self._optimizer.step()
 
     def drop_gradients(self) -> None:
@@ -135,7 +136,7 @@ class VisionRankTower(RankTower):
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def chunks(self, key: StateKey, *, adam_step: int) -> list[Chunk]:
+    def chunks(self, key: StateKey) -> list[Chunk]:
         if key is not StateKey.PARAM and not self.trained:
             return []
         replica = self._group is not None and dist.get_rank(self._group) > 0
@@ -144,7 +145,7 @@ class VisionRankTower(RankTower):
             values = param.detach()
             if key in (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ):
                 assert self._optimizer is not None
-                values = moments(self._optimizer, param, adam_step)[key.value]
+                values = moments(self._optimizer, param, self.adam_step)[key.value]
             chunks += local_chunks(self._boxes[name], (0,) * param.dim(), tuple(param.shape), values, replica=replica)
         return chunks
 
