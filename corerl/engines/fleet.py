@@ -378,6 +378,10 @@ class EngineFleet:
                     each.held = held.get(each.name, ())
         self._apply_changes(forget=True)
 
+    def forget_prefixes(self) -> None:
+        """Route later requests as if none had come since the last update."""
+        self._apply_changes(forget=True)
+
     @property
     def held(self) -> tuple[int, ...]:
         """The versions of the weights that every replica that serves can sample from, the newest last."""
