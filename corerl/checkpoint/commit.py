@@ -175,8 +175,8 @@ def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     """Remove all but the newest `keep` complete checkpoints (0 keeps all), and partial ones no newer than `committed`,
-    which no save can still be writing. The just `committed` one stays and counts as the newest: later steps belong to
-    a run that could not be resumed. Returns a line for each that could not be removed, or why none was.
+    which no save can still be writing. The just `committed` one is the newest: those of later steps could not be
+    resumed. Returns a line for each that could not be removed, or why none was.
     """
     if fault := _fault(committed, checksums=False):
         return [f"no old checkpoint was removed, because {committed.name} cannot be resumed: {fault}"]
@@ -185,7 +185,7 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
         if path.name == committed.name or _fault(path, checksums=False) is not None:
             continue
         replaced = path.suffix == REPLACED and path.stem in kept  # left by an interrupted commit
-        if replaced or (keep and len(kept) >= keep):
+        if replaced or (keep and (len(kept) >= keep or _step(path) > _step(committed))):
             surplus.append(path)
         else:
             kept.add(path.name)

@@ -223,6 +223,17 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
     assert not first.exists() and latest(tmp_path) == newest
 
 
+@pytest.mark.parametrize(("keep", "left"), [(2, [30, 32]), (0, [20, 30, 32, 35])])
+def test_what_could_not_be_resumed_takes_no_place_among_those_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    first, second = save(tmp_path, 20), save(tmp_path, 30)
+    damaged = save(tmp_path, 35)
+    tensors = damaged / "actor/rank-00000.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")  # only ranks notice
+    assert newest_intact(tmp_path, damaged={damaged: "found by a rank"})[0] == second
+    assert retain(tmp_path, keep, committed=save(tmp_path, 32)) == []
+    assert sorted((tmp_path / "checkpoints").iterdir()) == [first.with_name(f"step-{step:08d}") for step in left]
+
+
 SUMMED = {"checkpoint.json": b"something", "step-00000009.npz": b"batch"}  # file -> what is changed in it
 
 
