@@ -410,9 +410,9 @@ class EngineFleet:
         freed = self._ask_all("sleep")
         return max((each // replica.assignment.context.bundles for replica, each in freed.items()), default=0)
 
-    def wake_up(self) -> int:
-        """Reallocate the weights' memory; returns bytes. Idempotent."""
-        return sum(self._ask_all("wake_up").values())
+    def wake_up(self) -> None:
+        """Reallocate the weights' memory. Idempotent."""
+        self._ask_all("wake_up")
 
     # ---- deaths -----------------------------------------------------------------------------------------------------
 
