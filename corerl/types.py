@@ -76,11 +76,11 @@ class Metric:
     def merge(self, other: Metric) -> Metric:
         if self.reduction is not other.reduction:
             raise ContractError(f"cannot merge a {self.reduction} metric with a {other.reduction} one")
-        match self.reduction:
+        match self.reduction:  # numpy, as `max(0.0, nan)` is 0.0 in Python
             case Reduction.MAX:
-                return Metric(max(self.total, other.total), 1.0, self.reduction)
+                return Metric(float(np.maximum(self.total, other.total)), 1.0, self.reduction)
             case Reduction.MIN:
-                return Metric(min(self.total, other.total), 1.0, self.reduction)
+                return Metric(float(np.minimum(self.total, other.total)), 1.0, self.reduction)
             case _:
                 return Metric(self.total + other.total, self.weight + other.weight, self.reduction)
 

@@ -191,7 +191,7 @@ def _write_checkpoints() -> None:
                 "data": source.record,
                 "config": to_plain(recorded(config)),
             }
-            commit(partial, state)
+            commit(partial, state, ranks={"actor": 2})
 
 
 def _inline(fields: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,13 @@ def test_only_loss_metrics_are_scaled_with_gradients(
     merged = merge_metrics([{"m": metric}, {"m": other}])["m"]
     assert merged.scaled(0.25) == merge_metrics([{"m": metric.scaled(0.25)}, {"m": other.scaled(0.25)}])["m"]
     assert merged.value == {"mean": 8.0 / 16.0, "sum": 8.0, "loss": 8.0, "max": 6.0, "min": 2.0}[reduction.value]
+
+
+@pytest.mark.parametrize("reduction", Reduction)
+def test_a_nan_of_any_rank_is_that_of_all(reduction: Reduction) -> None:
+    parts = [{"m": Metric(total, 1.0, reduction)} for total in (0.1, math.nan)]
+    assert math.isnan(merge_metrics(parts)["m"].value)
+    assert math.isnan(merge_metrics(reversed(parts))["m"].value)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -32,7 +32,6 @@ from corerl.checkpoint.format import (
     unusable,
     write_json,
 )
-from corerl.checkpoint.reader import written_ranks
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.messages import did_you_mean_path
 from corerl.weights.chunks import Box, holes
@@ -56,22 +55,16 @@ def begin(run_dir: str | Path, step: int) -> Path:
     return partial
 
 
-def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] | None = None) -> Path:
+def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int]) -> Path:
     """Check that every role has each element of each tensor exactly once, then publish the checkpoint with the driver's
     `state` (plain data).
 
-    `ranks` is the number of ranks per role. Without it, a missing rank is only noticed if it held a part that no other
-    rank wrote. All other files in the directory, such as the driver's own, belong to the checkpoint. Replaces a
-    complete checkpoint of the same step. Raises SaveFailed without publishing anything.
+    `ranks` is the number of ranks per role. All other files in the directory, such as the driver's own, belong to the
+    checkpoint. Replaces a complete checkpoint of the same step. Raises SaveFailed without publishing anything.
     """
     target, replaced = partial.with_suffix(""), partial.with_suffix(REPLACED)
     try:
-        roles = ranks
-        if roles is None:
-            roles = {path.name: written_ranks(path) for path in sorted(partial.iterdir()) if path.is_dir()}
-        if not roles:
-            raise SaveFailed(f"cannot complete {partial}: no role wrote to it")
-        for role, count in roles.items():
+        for role, count in ranks.items():
             _check_role(partial / role, role, count)
         files: dict[str, dict[str, int]] = {}
         for path in sorted(partial.rglob("[!.]*")):
@@ -175,8 +168,8 @@ def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     """Remove all but the newest `keep` complete checkpoints (0 keeps all), and partial ones no newer than `committed`,
-    which no save can still be writing. The just `committed` one stays and counts as the newest: later steps belong to
-    a run that could not be resumed. Returns a line for each that could not be removed, or why none was.
+    which no save can still be writing. The just `committed` one is the newest: those of later steps could not be
+    resumed. Returns a line for each that could not be removed, or why none was.
     """
     if fault := _fault(committed, checksums=False):
         return [f"no old checkpoint was removed, because {committed.name} cannot be resumed: {fault}"]
@@ -185,7 +178,7 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
         if path.name == committed.name or _fault(path, checksums=False) is not None:
             continue
         replaced = path.suffix == REPLACED and path.stem in kept  # left by an interrupted commit
-        if replaced or (keep and len(kept) >= keep):
+        if replaced or (keep and (len(kept) >= keep or _step(path) > _step(committed))):
             surplus.append(path)
         else:
             kept.add(path.name)

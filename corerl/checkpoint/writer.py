@@ -33,6 +33,7 @@ from corerl.weights.chunks import Chunk
 Job: TypeAlias = Callable[[], object]
 
 MEMORY = Path("/dev/shm")  # a file system in memory
+OWN = f"corerl-{os.getuid()}-"  # begins the names of CoreRL's own directories there
 
 STORED = torch.float32
 BLOCK = 2**29  # bytes
@@ -42,12 +43,12 @@ UNTOUCHED = "complete checkpoints are untouched"
 def memory_of(run_dir: Path) -> Path:
     """The directory for a run's in-memory checkpoints: the same each time, so that what a killed run left is found."""
     known = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:16]
-    return MEMORY / f"corerl-{os.getuid()}-{known}"
+    return MEMORY / f"{OWN}{known}"
 
 
 def in_memory(path: str | Path) -> bool:
-    """Whether files of this directory are in memory."""
-    return Path(path).is_relative_to(MEMORY)
+    """Whether this is in a directory of `memory_of`. A run's own may be in /dev/shm too: its saves count as on disk."""
+    return str(path).startswith(str(MEMORY / OWN))
 
 
 @frozen(eq=False)

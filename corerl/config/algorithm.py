@@ -61,9 +61,12 @@ class AlgorithmConfig:
         needs={"k3-differentiated": "algorithm.kl_in=loss"},
     )
     kl_in: Literal["loss", "reward"] = option(
-        "apply the KL penalty in the loss, or subtract it from each token's reward",
+        "apply the KL penalty in the loss, or subtract it from each token's reward. normalize_std divides the penalty "
+        "too: where a group's rewards are equal, kl_coef cancels",
         default="loss",
-        needs={"reward": "algorithm.kl_coef"},
+        # The KL of an engine's log-probs has its rounding, which is larger than a small KL; where a group's rewards are
+        # equal, it would be all that advantages are made of.
+        needs={"reward": ("algorithm.kl_coef", "algorithm.old_logprobs=recompute")},
     )
     aggregation: Aggregation | None = option(
         "how token losses are weighted in a step: all tokens equally, all sequences equally, or by 1 / "
@@ -72,7 +75,7 @@ class AlgorithmConfig:
     )
     old_logprobs: Literal["rollout", "recompute"] | None = option(
         "log-probs in the ratio's denominator: the engine's, or the trainer's recomputed before the first step; unset: "
-        "rollout, unless the algorithm says otherwise",
+        "recompute with kl_in='reward', else rollout, unless the algorithm says otherwise",
         default=None,
     )
     correction: Literal["none", "token", "sequence", "geometric"] = option(
@@ -157,7 +160,7 @@ class AlgorithmConfig:
             "aggregation": "token-mean",
             "dynamic_sampling": 0,
             "overlong": "keep",
-            "old_logprobs": "rollout",
+            "old_logprobs": "recompute" if self.kl_in == "reward" else "rollout",
             "kl_estimator": KL_ESTIMATOR[self.kl_in] if self.kl_coef else None,
             **defaults,
         }

@@ -98,7 +98,7 @@ class Checkpoints:
         self._pending, self.last_step = None, rollout_step
 
     def _written(self, *, wait: bool) -> list[Future[bool]]:
-        memory = in_memory(self.run_dir)  # a run's own directory may be in /dev/shm too
+        memory = in_memory(self.run_dir)  # as the ranks tell them apart
         return [role.group.saved(wait=wait, memory=memory) for role in self.roles.values()]
 
     def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:

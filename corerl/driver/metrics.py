@@ -77,7 +77,8 @@ def without_spread(rewards: FloatArray, groups: IntArray) -> tuple[int, int]:
 
 def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "train") -> dict[str, float]:
     """Metrics of one role's optimizer steps on one rollout batch. MAX and MIN metrics keep their reduction over the
-    steps that report them, all others are averaged. The gradient norm is averaged over applied steps, if any."""
+    steps that report them, all others are averaged, without means over nothing; any other NaN stays. The gradient norm
+    is averaged over applied steps, if any."""
     names = list(dict.fromkeys(name for step in steps for name in step.metrics))
     metrics = {
         # The actor's expert load has a group of its own.
@@ -87,9 +88,8 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
         for name in names
         if not name.startswith("logprob_")  # only meaningful before the first step moves the policy
     }
-    metrics[f"{prefix}/grad_norm"] = _mean(
-        [step.grad_norm for step in steps if step.applied] or [step.grad_norm for step in steps]
-    )
+    norms = [step.grad_norm for step in steps if step.applied] or [step.grad_norm for step in steps]
+    metrics[f"{prefix}/grad_norm"] = float(np.mean(norms))
     metrics[f"{prefix}/skipped_steps"] = float(sum(not step.applied for step in steps))
     metrics[f"{prefix}/lr"] = lr
     metrics[f"{prefix}/tokens"] = float(sum(step.tokens for step in steps))
@@ -97,19 +97,9 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
 
 
 def _over_steps(parts: Sequence[Metric]) -> float:
-    match parts[0].reduction:
-        case Reduction.MAX:
-            return max(part.value for part in parts)
-        case Reduction.MIN:
-            return min(part.value for part in parts)
-        case _:
-            return _mean([part.value for part in parts])
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean without NaNs, each of which is a mean over nothing; NaN if nothing is left."""
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.mean(known)) if known else math.nan
+    known = [part.value for part in parts if part.weight or part.reduction is not Reduction.MEAN]
+    over = {Reduction.MAX: np.max, Reduction.MIN: np.min}.get(parts[0].reduction, np.mean)
+    return float(over(known)) if known else math.nan
 
 
 def staleness_metrics(samples: SampleBatch, policies: Policies) -> dict[str, float]:

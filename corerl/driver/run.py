@@ -147,9 +147,17 @@ class Run:
         if self.logprob_check is None:
             return
         with self.progress.phase("compare"):
-            samples = self._wait_replacing_engines(self.logprob_check.sample())
+            samples = self._sampled_for(self.logprob_check)
         self._compare(self.logprob_check, samples)
         self.update_engines()  # only engines that take turns with the ranks in memory have lost their weights
+
+    def _sampled_for(self, check: LogprobCheck) -> SampleBatch:
+        samples = self._wait_replacing_engines(check.sample())
+        if self.engines is not None:
+            # A resumed run samples for a check at other steps than an uninterrupted one, and its rows go to the same
+            # engines all the same.
+            self.engines.fleet.forget_prefixes()
+        return samples
 
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
@@ -170,7 +178,7 @@ class Run:
         check, engines = self.logprob_check, self.engines
         if check is not None and engines is not None and check.due and engines.up_to_date:
             fresh = spread_over(samples, since=engines.policies.since)  # none where sources sample ahead
-            self._compare(check, fresh if len(fresh) else self._wait_replacing_engines(check.sample()))
+            self._compare(check, fresh if len(fresh) else self._sampled_for(check))
         samples = self.with_logprobs(samples) if streamed is None else streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if streamed is not None:

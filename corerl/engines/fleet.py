@@ -378,6 +378,10 @@ class EngineFleet:
                     each.held = held.get(each.name, ())
         self._apply_changes(forget=True)
 
+    def forget_prefixes(self) -> None:
+        """Route later requests as if none had come since the last update."""
+        self._apply_changes(forget=True)
+
     @property
     def held(self) -> tuple[int, ...]:
         """The versions of the weights that every replica that serves can sample from, the newest last."""
@@ -406,9 +410,9 @@ class EngineFleet:
         freed = self._ask_all("sleep")
         return max((each // replica.assignment.context.bundles for replica, each in freed.items()), default=0)
 
-    def wake_up(self) -> int:
-        """Reallocate the weights' memory; returns bytes. Idempotent."""
-        return sum(self._ask_all("wake_up").values())
+    def wake_up(self) -> None:
+        """Reallocate the weights' memory. Idempotent."""
+        self._ask_all("wake_up")
 
     # ---- deaths -----------------------------------------------------------------------------------------------------
 

@@ -372,14 +372,15 @@ class TrainGroup:
 
     def save(self, path: str, step: Step, *, background: bool = False) -> Future[int]:
         """Write this role's part into the directory `path`; returns bytes. In the background it is copied to the host
-        first, and `saved` returns whether it is complete; one to disk and one to memory (/dev/shm) may be in flight."""
+        first, and `saved` returns whether it is complete; one of these and a run's in-memory checkpoint may be in
+        flight."""
         self._require_trained("save")
         saving = self._start("save", path, step, background, at=_at(step))
         return self._add(saving, lambda results: sum(result.bytes for result in results))
 
     def saved(self, *, wait: bool = False, memory: bool = False) -> Future[bool]:
-        """Whether the last background save is written on all ranks, with `memory` the last one to /dev/shm; with
-        `wait`, once it is. Raises SaveFailed if one failed."""
+        """Whether the last background save is written on all ranks, with `memory` a run's last in-memory checkpoint;
+        with `wait`, once it is. Raises SaveFailed if one failed."""
         return self._add(self._start("saved", wait, memory), all)
 
     def _require_trained(self, verb: str) -> Objective:

@@ -70,7 +70,7 @@ def _fault(layouts: Sequence[ParallelLayout]) -> str:
         ranks = [layout.rank for layout in layouts if layout.dp_rank == dp_rank and layout.outputs]
         if len(ranks) != 1:
             return f"dp rank {dp_rank} has output ranks {ranks}, expected exactly one"
-    for what in ("sequence_multiple", "micro_batch_multiple", "rectangular"):
+    for what in ("sequence_multiple", "micro_batch_multiple", "rectangular", "shares_prefixes"):
         if len(found := {getattr(layout, what) for layout in layouts}) > 1:
             return f"ranks disagree on {what}: {sorted(found)}"
     return ""

@@ -157,17 +157,22 @@ def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
     backend.shutdown("finished")  # said once
 
 
-def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("run_dir", ["disk", "memory"])  # a run's own directory may be in /dev/shm too
+def test_an_in_memory_checkpoint_waits_for_no_other(
+    run_dir: str, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "MEMORY", tmp_path / "memory")
+    own = tmp_path / run_dir / "run"
+    directories = own / "part", writer.memory_of(own) / "part"
     release = threading.Event()
     backend = initialized(PlainBackend(), setup)
     backend._writer = BackgroundWriter(lambda job: (release.wait(60.0), job()))
-    backend.save(str(tmp_path / "disk"), step_at(1), True)
-    backend.save(str(tmp_path / "memory" / "part"), step_at(1), True)
+    for directory in directories:
+        backend.save(str(directory), step_at(1), True)
     assert backend.saved(True, memory=True) and not backend.saved(False)
     release.set()
     assert backend.saved(True)
-    files = [{each.name: each.read_bytes() for each in (tmp_path / at).iterdir()} for at in ("disk", "memory/part")]
+    files = [{each.name: each.read_bytes() for each in directory.iterdir()} for directory in directories]
     assert files[0] == files[1] and len(files[0]) == 2
     backend.shutdown("finished")
 

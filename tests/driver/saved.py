@@ -77,7 +77,7 @@ def save(
             for name, param in params[rank::2]
         ]
         write(stage(dict.fromkeys(KEYS, chunks), {}), partial / "actor", rank)
-    return commit(partial, state or recorded(config, step))
+    return commit(partial, state or recorded(config, step), ranks={"actor": 2})
 
 
 def recorded(config: Config, step: int) -> dict[str, Any]:

@@ -135,7 +135,8 @@ def of_experts(tmp_path: Path, **tables: Any) -> tuple[Path, dict[str, torch.Ten
     worker.save(str(partial / "actor"), step_at(0), False)
     worker.shutdown("saved")
     files = [load_file(file) for file in base.glob("*.safetensors")]
-    return commit(partial, recorded(config, 2)), {name: each for held in files for name, each in held.items()}
+    checkpoint = commit(partial, recorded(config, 2), ranks={"actor": 1})
+    return checkpoint, {name: each for held in files for name, each in held.items()}
 
 
 def test_adapters_beside_buffers_are_exported_alone_or_merged(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
 from corerl.pictures import FoundPicture
+from corerl.rollout.recorded import ROLLOUTS, file_of, read_rollout
 from corerl.types import SampleBatch
 from corerl.weights.manifest import Bucket
 from corerl_transformers.engine import TransformersEngine
@@ -183,6 +184,21 @@ def test_a_resumed_run_is_checked_and_loses_nothing(tmp_path: Path) -> None:
     assert (content(tmp_path / "run/checkpoints"), steps_done(tmp_path / "run")) == (before, 1)
     assert execute_here(small(tmp_path, *resumed, "algorithm.on_mismatch=warn")).steps_done == 2
     assert execute_here(small(tmp_path, *resumed, "run.steps=3", "algorithm.on_mismatch=off")).steps_done == 3
+
+
+def test_where_rows_are_sampled_does_not_depend_on_a_check(tmp_path: Path) -> None:
+    given = ["run.steps=4", "weights.every=2", "checkpoint.every=2", "checkpoint.keep=0", "rollout.replicas=2"]
+    given += ["rollout.prompts=4", "rollout.samples=3", "rollout.save=true"]
+    execute_here(small(tmp_path, *given))
+    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000002"
+    execute_here(small(tmp_path, *given, f"run.dir={tmp_path}/resumed", resume))
+    for step in (2, 3):
+        whole, resumed = (
+            read_rollout(file_of(tmp_path / run / ROLLOUTS, step)).rollout.batch.columns["engines"]
+            for run in ("run", "resumed")
+        )
+        assert set(whole.tolist()) == {0, 1}
+        np.testing.assert_array_equal(resumed, whole)
 
 
 @pytest.mark.parametrize("own", [[], ["cluster.offload=always"], ["rollout.source=one-step-off"]], ids=str)

@@ -86,6 +86,22 @@ def test_extremes_stay_extremes() -> None:
     assert math.isnan(train_metrics(steps[:1], lr=0.01)["train/ratio"])
 
 
+def test_a_nan_of_one_optimizer_step_is_that_of_the_whole_step() -> None:
+    kinds = {"peak": Reduction.MAX, "least": Reduction.MIN, "ratio": Reduction.MEAN, "loss": Reduction.LOSS}
+    for totals in ((1.0, math.nan), (math.nan, 1.0)):
+        steps = [
+            TrainResult(
+                applied=True,
+                metrics={name: Metric(total, 1.0, kind) for name, kind in kinds.items()},
+                grad_norm=1.0,
+                tokens=1,
+            )
+            for total in totals
+        ]
+        found = train_metrics(steps, lr=0.01)
+        assert [name for name in kinds if not math.isnan(found[f"train/{name}"])] == []
+
+
 def test_recomputed_logprobs_are_compared_at_response_tokens() -> None:
     batch = samples(
         old_logprobs=[9.0, 9.0, -1.0, 9.0, 9.0, -2.0, -3.0, -4.0],

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import numpy as np
@@ -26,6 +27,7 @@ from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run import Run
 from corerl.driver.sampling import Evaluations, answers_in
 from corerl.engines.base import SamplingParams
+from corerl.engines.fleet import EngineFleet
 from corerl.errors import DataError, ResizeFailed, SaveFailed
 from corerl.pictures import Picture
 from corerl.plan.residency import SAMPLE, save_stage
@@ -371,7 +373,8 @@ class Judging:
 
 
 def engines_with(policies: Policies) -> Any:
-    return SimpleNamespace(policies=policies, up_to_date=True, serve=lambda work, update: asyncio.run(work))
+    parts = {"fleet": Mock(spec=EngineFleet), "serve": lambda work, update: asyncio.run(work)}
+    return SimpleNamespace(policies=policies, up_to_date=True, **parts)
 
 
 def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run]) -> None:
@@ -380,6 +383,7 @@ def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run
         make_run(make_config(), logprob_check=check, engines=engines).prepare(scored())
         (judged,) = check.judged
         assert judged.row_columns["group"].tolist() == groups  # those of the batch, or others if all are older
+        assert engines.fleet.forget_prefixes.called is (groups == [7, 7])  # what engines sampled for the check alone
         engines.up_to_date = False  # engines hold other weights
         make_run(make_config(), logprob_check=check, engines=engines).prepare(scored())
         assert len(check.judged) == 1

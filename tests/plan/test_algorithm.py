@@ -212,6 +212,15 @@ def test_a_reference_role_is_passed_through_as_itself() -> None:
     assert reference_of(GRPO) == ("actor", "reference")
 
 
+def test_a_kl_in_the_reward_is_of_log_probs_of_the_trainer() -> None:
+    def columns(place: Any) -> set[str]:
+        config = resolve_tables(settle_algorithm(changed(GRPO, kl_coef=0.1, kl_in=place)))
+        return {column for each in planned(config).passes for column in each.columns}
+
+    assert columns("loss") == {"ref_logprobs"}
+    assert columns("reward") == {"old_logprobs", "ref_logprobs"}
+
+
 STREAMED = evolve(GRPO, rollout=RolloutConfig(source="streamed"))
 
 

@@ -51,6 +51,7 @@ checkpoint.memory=true cluster.address=h:1 | checkpoint.memory | does not go wit
 algorithm.name=grop                                       | algorithm.name             | unknown algorithm
 algorithm.kl_in=reward                                    | algorithm.kl_in            | needs algorithm.kl_coef
 {KL} algorithm.kl_in=reward algorithm.kl_estimator=k3-differentiated | algorithm.kl_estimator | 'loss'
+{KL} algorithm.kl_in=reward algorithm.old_logprobs=rollout | algorithm.kl_in           | to be 'recompute'
 {KL} algorithm.kl_in=reward algorithm.dynamic_sampling=2  | algorithm.dynamic_sampling | does not go with
 {KL} algorithm.reference=/nope                            | algorithm.reference        | is not a directory
 {KL} algorithm.reference_every=7                          | checkpoint.every           | algorithm.reference_every=7

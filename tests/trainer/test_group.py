@@ -177,6 +177,7 @@ ALIKE = [layout(rank, dp_rank=0, dp_size=1, outputs=not rank) for rank in range(
         ([FIRST, InitResult(layout=layout(1, outputs=False))], "dp rank 1 has output ranks [], expected exactly one"),
         ([FIRST, InitResult(layout=layout(1, sequence_multiple=4))], "ranks disagree on sequence_multiple: [1, 4]"),
         ([FIRST, InitResult(layout=layout(1, rectangular=True))], "ranks disagree on rectangular: [False, True]"),
+        ([FIRST, InitResult(layout=layout(1, shares_prefixes=True))], "ranks disagree on shares_prefixes"),
     ],
 )  # fmt: skip
 def test_ranks_whose_states_or_layouts_differ_are_an_error(results: list[InitResult], said: str) -> None:
