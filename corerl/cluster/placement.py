@@ -274,29 +274,45 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
 
 
 def _kept_at(placement: Placement, kept: Mapping[str, Sequence[Slot]]) -> dict[int, Bundle]:
-    """Number in the placement -> bundle of a process that stays: its own number, unless another process has it."""
+    """Number in the placement -> bundle of a process that stays: its own numbers, or others if another process has
+    them. The widest come first, since all of their bundles must stay adjacent, at a multiple of their width."""
     at: dict[int, Bundle] = {}
-    elsewhere: list[Bundle] = []
-    for name, slots in kept.items():
-        for place, slot in zip(placement.places[name], slots, strict=False):
-            for index, bundle in zip(placement.taken(name, place), slot.bundles, strict=True):
-                if bundle in at.values():
-                    continue
-                if index in at:
-                    elsewhere.append(bundle)
-                else:
-                    at[index] = bundle
-    elsewhere = [bundle for bundle in dict.fromkeys(elsewhere) if bundle not in at.values()]
-    return at | dict(zip((index for index in range(placement.bundles) if index not in at), elsewhere, strict=False))
+    elsewhere: list[tuple[Bundle, ...]] = []
+    for name in sorted(kept, key=lambda name: -placement.widths.get(name, 1)):
+        for place, slot in zip(placement.places[name], kept[name], strict=False):
+            own = dict(zip(placement.taken(name, place), slot.bundles, strict=True))
+            if any(bundle in at.values() for bundle in slot.bundles):
+                elsewhere += [(bundle,) for bundle in slot.bundles]
+            elif own.keys() & at.keys():
+                elsewhere.append(slot.bundles)
+            else:
+                at |= own
+    # Those below are of groups that share.
+    shared = min((place for name in placement.separate for place in placement.places[name]), default=placement.bundles)
+    for bundles in elsewhere:
+        if any(bundle in at.values() for bundle in bundles):
+            continue
+        width = len(bundles)
+        blocks = (range(start, start + width) for start in range(0, shared - width + 1, width))
+        at |= dict(zip(next((block for block in blocks if not at.keys() & set(block)), ()), bundles, strict=False))
+    return at
 
 
 def _left(placement: Placement, name: str, at: Mapping[int, Bundle], own: Sequence[Slot]) -> Sequence[int]:
-    """Places for a group's new processes; if possible without bundles of its own that stay."""
-    places = placement.places[name]
+    """Places for a group's new processes, without bundles of its own that stay."""
     taken = {bundle for slot in own for bundle in slot.bundles}
-    alone = [place for place in places if not any(at[index] in taken for index in placement.taken(name, place))]
-    count = len(places) - len(own)
-    return alone[:count] if len(alone) >= count else places[len(own) :]
+    count = len(placement.places[name]) - len(own)
+    alone = [
+        place
+        for place in placement.places[name]
+        if not any(at[index] in taken for index in placement.taken(name, place))
+    ]
+    if len(alone) < count:
+        raise CorerlError(
+            f"{name}: no place for {count} more processes of {placement.widths.get(name, 1)} adjacent bundles, only "
+            f"for {len(alone)}, where the others stay; use another number of them, or start the run again"
+        )
+    return alone[:count]
 
 
 def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:

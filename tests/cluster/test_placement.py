@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import random
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from corerl.cluster import placement
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.placement import Bundle, Gpu, ResourcePool, Slot, gpus_of_bundles, physical_order
 from corerl.errors import CorerlError
-from tests.cluster.rooms import Rooms, gpus, moves, on, rooms_of
+from tests.cluster.rooms import Rooms, are_gone, gpus, moves, on, rooms_of
 
 __all__ = ["moves"]  # a fixture
 
@@ -152,6 +154,66 @@ def test_a_wide_process_on_two_machines_is_refused(monkeypatch: pytest.MonkeyPat
     pool.take({})
     assert pool.given_back == ["reservation 1"]
     assert gpus(pool["engines"]) == [(1, 2)]
+
+
+def test_added_wide_engines_share_no_device_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = rooms_of(monkeypatch, 8)
+    how: dict[str, Any] = {"widths": {"engines": 2}}
+    pool.begin({"actor": 4, "engines": 3}, **how)
+    slots = pool.moved({"actor": 4, "engines": 4}, {"actor": 4, "engines": 3}, **how)
+    assert gpus(slots["engines"]) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert list(slots["actor"]) == list(pool["actor"]) and pool.reserved == [6, 2]
+
+
+def test_added_wide_engines_that_fit_nowhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = rooms_of(monkeypatch, 8)
+    how: dict[str, Any] = {"widths": {"engines": 2, "judge": 2}}
+    pool.begin({"actor": 6, "engines": 4, "judge": 3}, **how)
+    with pytest.raises(CorerlError, match="^judge: no place for 2 more processes of 2 adjacent bundles, only for 1, "):
+        pool.moved({"actor": 6, "engines": 2, "judge": 5}, {"actor": 6, "engines": 2, "judge": 3}, **how)
+
+
+def require_apart(slots: Mapping[str, Sequence[Slot]], separate: Sequence[str], what: object) -> None:
+    """No two processes of a group have a bundle in common, and `separate` groups have none in common with others."""
+    used = {name: [bundle for slot in own for bundle in slot.bundles] for name, own in slots.items()}
+    for name, bundles in used.items():
+        assert len(set(bundles)) == len(bundles), (name, what)
+    for name in separate:
+        others = {bundle for other, bundles in used.items() if other != name for bundle in bundles}
+        assert not others & set(used[name]), (name, what)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_that_change_size_never_share_with_themselves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = random.Random(seed)
+    names, done, kept = ["actor", "critic", "engines", "judge"], 0, 0
+    for _ in range(60):
+        per_node = choose.choice([4, 8])
+        widths = {name: choose.choice([1, 2, 4]) for name in ("engines", "judge")}
+        how: dict[str, Any] = {"own_devices": [name for name in names if choose.random() < 0.3], "widths": widths}
+        groups = {name: choose.randint(1, 6) for name in names}
+        what: list[Any] = [per_node, how, groups]
+        with contextlib.suppress(CorerlError):  # one process would be on two machines, or fit nowhere
+            (pool := rooms_of(monkeypatch, per_node)).begin(groups, **how)
+            for _ in range(4):
+                groups = {name: choose.randint(1, 6) for name in names}
+                staying = {name: min(count, len(pool[name])) for name, count in groups.items() if choose.random() < 0.8}
+                what.append((groups, staying))
+                slots = pool.moved(groups, staying, **how)
+                for name, count in staying.items():
+                    assert list(slots[name][:count]) == list(pool[name][:count])
+                require_apart(slots, how["own_devices"], what)
+                pool.take(slots)
+                done += 1
+            are_gone(monkeypatch, choose.choice([slot.node for slot in pool["actor"]]))
+            pool.poll()
+            groups = {name: sum(not slot.lost for slot in slots) for name, slots in pool.items()}
+            what.append(groups)
+            found = pool.replace_lost(arrange(groups, cpus=1.0, gpus=1.0, **how), [*choose.sample(names, 2)])
+            require_apart(found, how["own_devices"], what)
+            assert not any(slot.lost for slots in found.values() for slot in slots)
+            kept += 1
+    assert done > 60 and kept > 5
 
 
 # ---- machines that are gone ------------------------------------------------------------------------------------------

@@ -267,7 +267,9 @@ class Server:
         request = body["rid"][index] if "rid" in body else ""
         sent = 0  # tokens
         while reason is None:
-            if len(tokens) == self.misbehave.get("held_at") and not self.interrupted:
+            held = self.misbehave.get("held", {}).get(str(self.generations))  # what it says of the rows it aborts
+            first = held and not tokens and index == 0  # the others come after it
+            if first or (len(tokens) == self.misbehave.get("held_at") and not self.interrupted):
                 self.holding += 1
                 self.aborted.wait()
             with torch.inference_mode(), self.changing:
@@ -280,7 +282,7 @@ class Server:
             tokens.append(token)
             triples.append((float(logprobs[token]), token, None))
             if self.aborted.is_set():
-                reason = {"type": "abort", "message": "Abort in waiting queue", "status_code": None}
+                reason = {"type": "abort", "message": held or "Abort in waiting queue", "status_code": None}
             elif len(tokens) >= params["max_new_tokens"]:  # before stop tokens are looked for
                 reason = {"type": "length", "length": params["max_new_tokens"]}
             elif token in stops:

@@ -119,14 +119,17 @@ def stream(tied: bool, seed: int) -> dict[str, torch.Tensor]:
 
 
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    """All tensors have the dtype of the first."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return build_manifest(shapes, dtype="bfloat16", bucket_bytes=600)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return build_manifest(shapes, dtype=dtype, bucket_bytes=600)
 
 
 def update(ranks: list[Held], tensors: Mapping[str, torch.Tensor]) -> None:
     """As SGLang calls the loader, from a buffer of which the bucket is a part."""
     for bucket in manifest_of(tensors).buckets:
-        room = torch.cat([torch.zeros(5).bfloat16(), *(tensors[entry.name].flatten() for entry in bucket.entries)])
+        flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
+        room = torch.cat([flat.new_zeros(5), flat])
         with torch.inference_mode():
             for held in ranks:
                 held.load(bucket, room[5:])
@@ -183,6 +186,15 @@ def test_what_was_written_over_by_another_tensor_shows() -> None:
     update(ranks, tensors)
     sent, loaded = bit_sums(tensors), sums(ranks, tensors)
     assert {name for name in loaded if loaded[name] != sent[name]} == {"k_proj.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tensors_that_loading_rounds_are_not_reported(dtype: torch.dtype) -> None:
+    rank = Held(Rank(1, 0, tied=True))
+    tensors = {name: tensor.to(dtype) for name, tensor in stream(True, 6).items()}
+    tensors["o_proj.weight"] += 1 / 3
+    update([rank], tensors)
+    assert sums([rank], tensors) == bit_sums({"model.norm.weight": tensors["model.norm.weight"]})  # held in float32
 
 
 def test_moved_or_partial_tensors_are_not_reported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from corerl_testing import abandon, open_sender
 from corerl_transports import collective, ipc
 from corerl_transports.collective import CollectiveSender
 from corerl_transports.ipc import IpcSender
+from tests.machine import paced
 from tests.weights.ends import LARGE, SHAPES, Engine, address_of, no_room, peer, push, same, weights
 
 FILES = ("disk", "delta")
@@ -64,6 +66,12 @@ class FlipsIpc(IpcSender):
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(collective, "LEAVE_SECONDS", 0.2)  # of an abort that waits for peers
+
+
+def shared_files() -> list[str]:
+    """Of memory that processes share, those that this one has open."""
+    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return [link for link in links if "corerl-weights" in link]
 
 
 @pytest.fixture
@@ -213,6 +221,25 @@ STAGES = {"embed": 0, "norm": 2, "layers.0.q": 2, "scale": 0}  # as of a pipelin
 STAGED = build_manifest(SHAPES, dtype="float32", bucket_bytes=200, stage_ranks=STAGES)
 
 
+def test_a_group_that_forms_too_late_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet, left = threading.Event(), threading.Event()
+
+    class Late:
+        def abort(self) -> None:
+            left.set()
+
+    def _meet(self: collective.BroadcastGroup, *_: Any) -> None:
+        meet.wait()
+        self._backend = Late()
+
+    monkeypatch.setattr(collective.BroadcastGroup, "_meet", _meet)
+    address = address_of("collective", "a", timeout=0.2)
+    with pytest.raises(WeightUpdateError, match="^forming the group did not finish within 0.2 s$"):
+        collective.BroadcastGroup(address, sender=0, rank=0, closed=str)
+    meet.set()
+    assert left.wait(paced(20))
+
+
 @pytest.fixture
 def staged(engines: list[Engine]) -> Iterator[Any]:
     address = address_of("collective", "a", "b")
@@ -317,6 +344,7 @@ def test_a_buffer_in_use_is_not_reused() -> None:
 
 def test_an_engine_that_expects_other_tensors_refuses_them(tmp_path: Path, engines: list[Engine]) -> None:
     for transport in ("disk", "ipc"):
+        before = len(shared_files())
         address = address_of(transport, "a", path=tmp_path)
         received = engines[0].take(address, 1, build_manifest(SHAPES, dtype="float32", bucket_bytes=10_000))
         sender = open_sender(address)
@@ -324,6 +352,24 @@ def test_an_engine_that_expects_other_tensors_refuses_them(tmp_path: Path, engin
         with pytest.raises(WeightUpdateError, match="give both the manifest of this update$"):
             received.result()
         sender.close()
+        assert len(shared_files()) == before
+
+
+@pytest.mark.parametrize("transport", FILES)
+def test_a_late_engine_does_not_wait_for_a_sender_that_failed(
+    transport: str, tmp_path: Path, engines: list[Engine]
+) -> None:
+    address = address_of(transport, "a", path=tmp_path, timeout=60.0)
+    (first := open_sender(address)).open(STAGED, 1)
+    abandon(address)
+    first.close()
+    started = time.monotonic()
+    with pytest.raises(WeightUpdateError, match="was not written: its sender has failed or ended$"):
+        engines[0].take(address, 1).result()
+    assert time.monotonic() - started < 30
+    (other := open_sender(address_of(transport, "a", path=tmp_path))).open(STAGED, 1)
+    other.close()
+    assert not list(tmp_path.glob("abandoned-*"))
 
 
 @pytest.mark.parametrize("transport", FILES)

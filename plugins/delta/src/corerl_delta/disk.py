@@ -2,7 +2,8 @@
 
     PATH/v00000007-TOKEN/bucket-00000.safetensors   one flat tensor, `bucket`
     PATH/v00000007-TOKEN/manifest.json              digest of the manifest, and the checksum of each bucket
-    PATH/abandoned-TOKEN                            ends the wait of receivers at the address with this token
+    PATH/abandoned-TOKEN                            ends the wait of receivers at the address with this token; the
+                                                    sender of another address removes it
 
 Engines read what is complete; the sender waits for nobody. The token distinguishes this update from one of the same
 version left behind by an earlier run.
@@ -98,7 +99,8 @@ class DiskSender(WeightSender):
             return
         _clear(self.address.path)
         for mark in Path(self.address.path).glob("abandoned-*"):
-            mark.unlink(missing_ok=True)
+            if mark != _abandoned(self.address):  # at which an engine may yet begin to wait
+                mark.unlink(missing_ok=True)
 
 
 class DiskReceiver(Receiver):

@@ -154,10 +154,10 @@ class Adapters:
         for old in [each for each in self._loaded if each not in stay][:-1]:
             self._unload(old)
 
-    def interrupted(self, held: Collection[int]) -> None:
-        """Note that requests are aborted, of versions that are held. Those that still wait SGLang never counts as
-        ended, and unloading their adapters, which it first waits for, would hang: these stay in its host memory."""
-        self._stuck.update(held)
+    def keep(self, version: int) -> None:
+        """Note that a request was aborted before it began, or after it lost its place. SGLang never counts it as ended,
+        and unloading its adapters, which first waits for that, would hang: they stay in the server's host memory."""
+        self._stuck.add(version)
 
     def _unload(self, version: int) -> None:
         room = self._loaded.pop(version)

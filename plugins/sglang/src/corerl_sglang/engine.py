@@ -231,20 +231,25 @@ class SglangEngine(Engine):
                 samples = self._reader.samples(self._server.post("/generate", body))
             else:
                 samples = self._watched(body, watch, enough)
-        except Refused as refused:
-            if ABORTED not in refused.message:
+        except EngineFailed as failure:
+            self._keep_adapters(version)  # nobody is told how its rows have ended, or will
+            if not (isinstance(failure, Refused) and ABORTED in failure.message):
                 raise
             if not self._serving.paused:
-                raise Cut(refused.message) from refused
+                raise Cut(failure.message) from failure
             return self._reader.nothing(request)
+        if any(map(waited, samples)):
+            self._keep_adapters(version)
         newest = self._serving.held[-1]  # by which the server calls its weights, whatever adapters it applies to them
         cut = range(len(request)) if self._serving.paused else enough
         sampled = self._reader.generation(samples, request, newest, cut=cut, on_retracted=self._count_retracted)
-        if self._adapters is not None and any(waited(samples[row]) for row in enough):
-            self._adapters.interrupted([version])
         sampled = evolve(sampled, versions=np.full_like(sampled.versions, version))
         on_finished(len(enough.union(np.flatnonzero(~sampled.unfinished).tolist())))
         return sampled
+
+    def _keep_adapters(self, version: int) -> None:
+        if self._adapters is not None:
+            self._adapters.keep(version)
 
     def _watched(self, body: Mapping[str, Any], watch: Watch, enough: set[int]) -> list[Sample]:
         """The samples of a request, each ended once `watch` says so; `enough` takes those rows."""
@@ -290,8 +295,6 @@ class SglangEngine(Engine):
         until = time.monotonic() + limit
 
         def abort() -> None:
-            if self._adapters is not None:
-                self._adapters.interrupted(self._serving.held)
             if time.monotonic() > until and self._server.alive:
                 self._server.give_up(f"had not ended requests {limit:g} s after they were aborted and was killed")
             with contextlib.suppress(CorerlError):  # the earlier error takes precedence

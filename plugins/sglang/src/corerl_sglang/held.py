@@ -152,7 +152,7 @@ class Held:
 
     def sums(self) -> dict[str, list[Sum]]:
         """The bit sums of each tensor's parts on this rank, in the dtype it came in. Tensors with a part that has moved
-        since it was recorded are left out."""
+        since it was recorded, or that is held in a coarser dtype, are left out."""
         tensors = _tensors(self.model)
         views: dict[str, torch.Tensor] = {}
         known: list[tuple[str, str, Part]] = []
@@ -161,6 +161,8 @@ class Held:
                 continue
             if any(tensors[part.parameter].data_ptr() != part.address for part in parts):
                 continue
+            if any(torch.promote_types(held := tensors[part.parameter].dtype, part.dtype) != held for part in parts):
+                continue  # loading has rounded what was sent
             for number, part in enumerate(parts):
                 key, lies = f"{number} {name}", part.lies
                 known.append((name, key, part))

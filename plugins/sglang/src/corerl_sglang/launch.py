@@ -19,7 +19,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +29,7 @@ from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
 from corerl_sglang.arguments import PRELOAD, TRANSPORT, VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
-from corerl_sglang.waiting import NAME, Waiting, lend, set_environment
+from corerl_sglang.waiting import NAME, Waiting, environment, lend
 
 POLL_SECONDS = 0.05
 STATIC_SPLITS = "SGLANG_TRITON_DECODE_ATTN_STATIC_KV_SPLITS"
@@ -128,54 +127,28 @@ def start_ranks(count: int) -> list[Waiting]:
     """Processes that import what a rank needs, with the limits and the environment that SGLang starts ranks with."""
     if not count:
         return []
-    try:
-        version = metadata.version("sglang")
-        saver = memory_saver() if version == PRELOADED else None
-    except ImportError:  # SGLang will say so
-        return []
-    if saver is None:
-        print(
-            f"corerl: ranks import after the server: only for SGLang {PRELOADED}, not {version}, is it known how to "
-            "start them before",
-            file=sys.stderr,
-            flush=True,
-        )
+    if (version := metadata.version("sglang")) != PRELOADED:
+        only = f"only for SGLang {PRELOADED}, not {version}, is it known how to start them before"
+        print(f"corerl: ranks import after the server: {only}", file=sys.stderr, flush=True)
         return []
     raise_limits()
-    before = {name: os.environ.get(name) for name in (*SET_IF_UNSET, *SET)}
-    set_environment({**{name: os.environ.get(name, value) for name, value in SET_IF_UNSET.items()}, **SET})
-    try:
-        with saver:
-            return [Waiting("sglang.srt.managers.scheduler", prepare_rank, late=READ_LATE) for _ in range(count)]
-    finally:
-        set_environment(before)
+    unset = {name: value for name, value in SET_IF_UNSET.items() if name not in os.environ}
+    with environment({**unset, **SET, **memory_saver()}):
+        return [Waiting("sglang.srt.managers.scheduler", prepare_rank, late=READ_LATE) for _ in range(count)]
 
 
-def memory_saver() -> contextlib.AbstractContextManager[None]:
-    """Within it, processes start with the library behind SGLang's sleep, which is preloaded: it is found here as
-    torch_memory_saver (0.0.10) does, which would import torch first, for seconds. A process that starts with another
-    is not used."""
+def memory_saver() -> dict[str, str]:
+    """The variable by which a process preloads the library behind SGLang's sleep, which is found here as
+    torch_memory_saver (0.0.10) does: that would import torch first, for seconds. Without it, or with another, the
+    process is not used."""
     package, torch = (find_spec(name) for name in ("torch_memory_saver", "torch"))
-    if package is not None and package.origin and torch is not None and torch.origin:
-        version = Path(torch.origin).with_name("version.py")
-        cuda = (runpy.run_path(str(version)).get("cuda") if version.exists() else None) or ""
-        pattern, directory = f"{SAVER}_cu{cuda.partition('.')[0]}.*.so", Path(package.origin).parent
-        if len(found := [*directory.glob(pattern)] or [*directory.parent.glob(pattern)]) == 1:
-            return preloading(str(found[0]))
-    import torch_memory_saver
-
-    saver: contextlib.AbstractContextManager[None] = torch_memory_saver.configure_subprocess()
-    return saver
-
-
-@contextlib.contextmanager
-def preloading(library: str) -> Iterator[None]:
-    before = os.environ.get("LD_PRELOAD")
-    set_environment({"LD_PRELOAD": f"{library}:{before}" if before else library})
-    try:
-        yield
-    finally:
-        set_environment({"LD_PRELOAD": before})
+    if package is None or package.origin is None or torch is None or torch.origin is None:
+        return {}
+    cuda = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"] or ""
+    pattern, directory = f"{SAVER}_cu{cuda.partition('.')[0]}.*.so", Path(package.origin).parent
+    found = [*directory.glob(pattern), *directory.parent.glob(pattern)]
+    before = [os.environ["LD_PRELOAD"]] if "LD_PRELOAD" in os.environ else []
+    return {"LD_PRELOAD": ":".join([str(found[0]), *before])} if found else {}
 
 
 def raise_limits() -> None:

@@ -22,8 +22,8 @@ from corerl_sglang.instruction import Answer, Instruction, read_instruction, wri
 # By receiver and by model id. Globals, since SGLang just calls a function, and connections must outlive an update.
 RECEIVING: dict[int, Receiving] = {}
 HELD: dict[int, Held] = {}
-# By device and inode: files that are written again and again, which stay mapped.
-MAPPED: dict[tuple[int, int], torch.Tensor] = {}
+# By path and inode: files that are written again and again, which stay mapped, and how they are pinned.
+MAPPED: dict[tuple[str, int], tuple[torch.Tensor, CudaPinning | None]] = {}
 
 
 def load(model: Model, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -43,15 +43,24 @@ def load(model: Model, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
 
 def _mapped(path: str, nbytes: int) -> torch.Tensor:
     """The file's bytes, pinned where there is a GPU: all adapters are then one copy at full speed."""
-    found = os.stat(path)  # a path's number may come to mean another file
-    if (known := MAPPED.get((found.st_dev, found.st_ino))) is not None:
-        return known
-    memory = torch.from_file(path, True, nbytes, dtype=torch.uint8)
+    if known := MAPPED.get((path, _inode(path))):
+        return known[0]
+    for gone in [(other, inode) for other, inode in MAPPED if _inode(other) != inode]:
+        memory, pinning = MAPPED.pop(gone)
+        if pinning is not None:
+            pinning.unpin(memory)
+    memory, pinning = torch.from_file(path, True, nbytes, dtype=torch.uint8), None
     if torch.cuda.is_available():
         pinning = CudaPinning(torch.device("cuda", torch.cuda.current_device()))
-        pinning.pin_apart(memory)  # if it is refused, copies are only slower
-    MAPPED[found.st_dev, found.st_ino] = memory
+        if pinning.pin_apart(memory):  # it is refused: copies are only slower
+            pinning = None
+    MAPPED[path, _inode(path)] = memory, pinning
     return memory
+
+
+def _inode(path: str) -> int:
+    """Of the file at this path, which may come to be another one; 0 if there is none."""
+    return os.stat(path).st_ino if os.path.exists(path) else 0
 
 
 def _update(held: Held, instruction: Instruction, rank: int) -> Answer:

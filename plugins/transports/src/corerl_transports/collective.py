@@ -76,6 +76,7 @@ class BroadcastGroup:
         self._backend: Any = None
         size = 1 + len(address.engines)
         failed: list[Exception] = []
+        given_up = threading.Event()
         device = torch.cuda.current_device() if address.device == "cuda" else None
 
         def meet() -> None:
@@ -83,11 +84,18 @@ class BroadcastGroup:
                 self._meet(address, sender, rank, size, device)
             except Exception as error:  # raised below, in the waiting thread
                 failed.append(error)
+            if given_up.is_set():
+                self.abort()
 
         # In a thread, because if a member has died, neither library returns before its own timeout.
         meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
         meeting.start()
-        self._wait(lambda: not meeting.is_alive(), "forming the group")
+        try:
+            self._wait(lambda: not meeting.is_alive(), "forming the group")
+        except WeightUpdateError:
+            given_up.set()
+            self.abort()  # NCCL may wait for a member in its first broadcast
+            raise
         if failed:
             raise failed[0]
 

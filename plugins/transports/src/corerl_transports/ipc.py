@@ -317,13 +317,13 @@ class IpcReceiver(Receiver):
             connection = self._connect()
             for bucket in manifest.buckets:
                 message, descriptors = self._expect(connection, f"bucket {bucket.index} of version {version}")
+                if "handle" in message:  # first, so that it is closed whatever comes
+                    self._opened[message["buffer"]] = opened(message["handle"], descriptors)
                 if (message["bucket"], message["numel"]) != (bucket.index, bucket.numel):
                     raise WeightUpdateError(
                         f"the trainer sends other buckets as version {version} than {self.address.engines[self.index]} "
                         "expects; give both the manifest of this update"
                     )
-                if "handle" in message:
-                    self._opened[message["buffer"]] = opened(message["handle"], descriptors)
                 yield (
                     bucket,
                     self._opened[message["buffer"]][: bucket.numel * dtype.itemsize].view(dtype),
