@@ -89,7 +89,7 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
         if not name.startswith("logprob_")  # only meaningful before the first step moves the policy
     }
     norms = [step.grad_norm for step in steps if step.applied] or [step.grad_norm for step in steps]
-    metrics[f"{prefix}/grad_norm"] = float(np.mean(norms))
+    metrics[f"{prefix}/grad_norm"] = float(np.mean(norms)) if norms else math.nan
     metrics[f"{prefix}/skipped_steps"] = float(sum(not step.applied for step in steps))
     metrics[f"{prefix}/lr"] = lr
     metrics[f"{prefix}/tokens"] = float(sum(step.tokens for step in steps))

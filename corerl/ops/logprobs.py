@@ -147,11 +147,13 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.logits = {}  # by a chunk's first token
         for part in _chunks(len(hidden), chunk):
             logits = linear(hidden[part], weight, bias)
-            if (kept := kept - logits.nbytes) >= 0:
+            # Under autocast they have another dtype than those that are computed again have, outside of it.
+            if logits.dtype == hidden.dtype and (kept := kept - logits.nbytes) >= 0:
                 ctx.logits[part.start] = logits
             parts.append(
                 row_sums(logits, here[part], temperature=temperature, real=shard.real, with_spread=with_entropy)
             )
+            del logits  # or the next ones would be made beside them
         sums = RowSums(*(torch.cat(each) for each in zip(*parts, strict=True)))
         if shard.group is not None and len(hidden):
             sums = _over_ranks(sums, mine, shard.group)

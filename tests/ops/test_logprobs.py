@@ -88,6 +88,18 @@ def test_kept_logits_are_not_computed_again_unless_backward_runs_twice(
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
+def test_logits_of_another_dtype_than_those_computed_again_are_not_kept() -> None:
+    """Under autocast, which the backward pass is outside of."""
+    hidden, weight, _ = inputs(10, 33, torch.float32, False)
+    assert hidden is not None and weight is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, _ = token_logprobs(hidden, weight, targets(10, 33), temperature=1.0)
+    found = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    exact = by_the_book(hidden, weight, None, targets(10, 33), 1.0)[0].sum()
+    for mine, right in zip(found, torch.autograd.grad(exact, (hidden, weight)), strict=True):
+        torch.testing.assert_close(mine, right, rtol=0.05, atol=0.05)
+
+
 def test_without_a_gradient_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.Tensor] = []
 

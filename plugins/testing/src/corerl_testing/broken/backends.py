@@ -587,5 +587,7 @@ class TrainsBesideAdapters(PlainBackend):
 
 
 class SendsWithoutAdapters(PlainBackend):
-    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> None:
-        return None
+    def _gather_float32(
+        self, bucket: Bucket | None, use: str, chunks: Sequence[Chunk], *, root: int | None
+    ) -> torch.Tensor | None:
+        return None if use == "adapters" else super()._gather_float32(bucket, use, chunks, root=root)
