@@ -40,10 +40,12 @@ def install_hint(extra: str) -> str:
         lines = requires("corerl") or []
     except PackageNotFoundError:
         lines = []  # core is on the path without its metadata
-    for found in filter(None, map(wheel.match, lines)):
-        directory = CHECKOUT / "plugins" / found[1]
+    wheels = [(found[1], found[2] or "") for found in filter(None, map(wheel.match, lines))]
+    own = [each for each in wheels if each[0] == extra] or wheels  # extras of backends bring other wheels too
+    if len(own) == 1:
+        directory = CHECKOUT / "plugins" / own[0][0]
         if (directory / "pyproject.toml").exists():
-            return "pip install -e " + shlex.quote(str(directory) + (found[2] or ""))
+            return "pip install -e " + shlex.quote(f"{directory}{own[0][1]}")
     return f"pip install 'corerl[{extra}]'"
 
 

@@ -51,10 +51,12 @@ def test_an_error_is_one_line_with_or_without_its_type() -> None:
 def test_what_is_missing_is_installed_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for extra in {extra for extras in EXTRAS.values() for extra in extras.values()}:
         *command, place = shlex.split(messages.install_hint(extra))
-        assert command == ["pip", "install", "-e"] and Path(place.partition("[")[0], "pyproject.toml").exists()
+        directory = Path(place.partition("[")[0])
+        assert command == ["pip", "install", "-e"] and (directory / "pyproject.toml").exists()
+        assert directory.name == extra or extra in ("wandb", "mlflow")
     monkeypatch.setattr(messages, "CHECKOUT", tmp_path)  # as of a wheel
     assert messages.install_hint("sglang") == "pip install 'corerl[sglang]'"
-    for plugin in ("sglang", "observe", "fsdp"):
+    for plugin in ("algorithms", "sglang", "observe", "fsdp"):
         (tmp_path / "plugins" / plugin).mkdir(parents=True)
         (tmp_path / "plugins" / plugin / "pyproject.toml").touch()
     found = {extra: messages.install_hint(extra) for extra in ("fsdp", "sglang", "wandb", "absent")}

@@ -168,8 +168,9 @@ def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     """Remove all but the newest `keep` complete checkpoints (0 keeps all), and partial ones no newer than `committed`,
-    which no save can still be writing. The just `committed` one is the newest: those of later steps could not be
-    resumed. Returns a line for each that could not be removed, or why none was.
+    which no save can still be writing. The just `committed` one is the newest: the run has gone back before those of
+    later steps, which would be resumed in its place. Returns a line for each of these that was removed, for each that
+    could not be, or why none was.
     """
     if fault := _fault(committed, checksums=False):
         return [f"no old checkpoint was removed, because {committed.name} cannot be resumed: {fault}"]
@@ -185,6 +186,8 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     left: list[str] = []
     hidden: set[Path] = set()
     for path in surplus:
+        if _step(path) > _step(committed):
+            left.append(f"{path.name} is removed: the run has gone back before it, and now has {committed.name}")
         # Rename first: an interrupted removal must not leave what looks like a damaged checkpoint.
         aside = path.with_suffix(PARTIAL)
         with _reporting(path, left):

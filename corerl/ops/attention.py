@@ -182,8 +182,7 @@ def flash_attention(
     of that, whose keys and values the other three name, as in `SharedPrefixes`: the kernel reads copies of those, as
     causality ends at the last token of both. Copies are made again in the backward pass, not kept for it."""
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
-    if place is None and cudnn.takes(q, at_most):
-        q, k, v = (each.contiguous() for each in (q, k, v))
+    if place is None and cudnn.takes(q, k, cu_seqlens, at_most, scale, left + 1):
         return cudnn.attention(q, k, v, cu_seqlens, at_most, scale, left + 1)
     k, v = (each if place is None else each.index_select(0, place) for each in (k, v))
     out, lse, *_ = KERNEL(
@@ -216,8 +215,7 @@ def flash_attention_backward(
     first_copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
-    if place is None and cudnn.takes(q, at_most):
-        grad, q, k, v = (each.contiguous() for each in (grad, q, k, v))
+    if place is None and cudnn.takes(q, k, cu_seqlens, at_most, scale, left + 1):
         return cudnn.attention_backward(grad, q, k, v, out, lse, cu_seqlens, at_most, scale, left + 1)
     lse = lse.view(q.shape[1], len(q))
     # Of dropout, which is off.

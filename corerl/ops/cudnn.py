@@ -1,4 +1,4 @@
-"""cuDNN's attention over packed sequences, which on Hopper takes 0.6 of the time of FlashAttention 2.
+"""cuDNN's attention over packed sequences, which on Hopper takes 0.6 of the time of FlashAttention 2 for long ones.
 
 It is called by the Python interface of its own package, nvidia-cudnn-frontend: torch's operators for packed sequences
 (to 2.13) build cuDNN's plan anew in each call. A plan is built here for sizes rounded up to powers of two, so that
@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import threading
+import warnings
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from torch import Tensor
 FIRST, LAST = (1, 16), (1, 26)  # versions of the package; 1.19.1 was run, and later ones choose among further kernels
 HOPPER = (9, 0)
 LARGEST_HEAD = 128  # that the backward pass on Hopper takes
-SHORTEST = 1024  # tokens of the longest sequence from which on it is faster
+# Tokens x those of the longest sequence x heads x their size, from which on it is faster: a call takes the host longer.
+LEAST_WORK = 2**35
 
 _thread = threading.local()  # cuDNN's handles belong to one thread
 
@@ -55,9 +57,26 @@ class _Plan(NamedTuple):
     workspace: int  # bytes
 
 
-def takes(q: Tensor, longest: int) -> bool:
-    """Whether cuDNN computes the attention of q [T, H, D], within sequences of at most `longest` tokens."""
-    return longest >= SHORTEST and q.shape[2] <= LARGEST_HEAD and _present(q.device)
+def takes(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int) -> bool:
+    """Whether `attention` and `attention_backward` are to be called with these."""
+    return (
+        q.shape[2] <= LARGEST_HEAD
+        and q.numel() * longest >= LEAST_WORK
+        and _present(q.device)
+        and _supported(_sizes(q, k, cu_seqlens, longest, scale, window))
+    )
+
+
+@functools.cache
+def _supported(sizes: _Sizes) -> bool:
+    """Whether cuDNN has plans for both passes; where it has not, a warning says so once."""
+    try:
+        _plan(sizes, backward=False)
+        _plan(sizes, backward=True, deterministic=torch.are_deterministic_algorithms_enabled())
+    except Exception as refused:  # the package's own classes, and of each of its steps another
+        warnings.warn(f"attention is torch's, since cuDNN has no plan for it: {refused}", stacklevel=2)
+        return False
+    return True
 
 
 @functools.cache
@@ -71,7 +90,12 @@ def _cudnn() -> Any:
     try:
         major, minor, *_ = importlib.metadata.version("nvidia-cudnn-frontend").split(".")
         return importlib.import_module("cudnn") if FIRST <= (int(major), int(minor)) <= LAST else None
-    except ImportError:  # PackageNotFoundError is one
+    except (
+        ImportError,
+        OSError,
+        AssertionError,
+        ValueError,
+    ):  # not there, without its library, or a development version
         return None
 
 
@@ -79,12 +103,14 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Causal attention [T, H, D] of q [T, H, D], k and v [T, Hkv, D] within the sequences that `cu_seqlens` [S + 1]
-    bounds, and its log-sum-exp [T * H]. With a `window` above 0 a token sees that many tokens, itself among them."""
+    bounds, in the memory layout of q, and its log-sum-exp [T * H]. With a `window` above 0 a token sees that many
+    tokens, itself among them."""
     sizes = _sizes(q, k, cu_seqlens, longest, scale, window)
-    out, lse = torch.empty_like(q), q.new_empty(len(q) * sizes.heads, dtype=torch.float32)
-    given = {_Use.Q: q, _Use.K: k, _Use.V: v, _Use.OUT: out, _Use.LSE: lse}
-    _execute(_plan(sizes, backward=False), {**given, **_places(cu_seqlens, sizes)}, sizes.device)
-    return out, lse
+    given = {_Use.Q: q.contiguous(), _Use.K: k.contiguous(), _Use.V: v.contiguous()}
+    out, lse = torch.empty_like(given[_Use.Q]), q.new_empty(len(q) * sizes.heads, dtype=torch.float32)
+    found = {_Use.OUT: out, _Use.LSE: lse}
+    _execute(_plan(sizes, backward=False), {**given, **found, **_places(cu_seqlens, sizes)}, sizes.device)
+    return _as(q, out), lse
 
 
 def attention_backward(
@@ -99,13 +125,24 @@ def attention_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, each in the memory layout of what it is of."""
     sizes = _sizes(q, k, cu_seqlens, longest, scale, window)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    given = {_Use.Q: q, _Use.K: k, _Use.V: v, _Use.OUT: out, _Use.LSE: lse, _Use.GRAD: grad}
-    found = {_Use.DQ: dq, _Use.DK: dk, _Use.DV: dv}
+    uses = (_Use.Q, _Use.K, _Use.V, _Use.OUT, _Use.LSE, _Use.GRAD)
+    given = {use: each.contiguous() for use, each in zip(uses, (q, k, v, out, lse, grad), strict=True)}
+    found = {
+        _Use.DQ: torch.empty_like(given[_Use.Q]),
+        _Use.DK: torch.empty_like(given[_Use.K]),
+        _Use.DV: torch.empty_like(given[_Use.V]),
+    }
     plan = _plan(sizes, backward=True, deterministic=torch.are_deterministic_algorithms_enabled())
     _execute(plan, {**given, **found, **_places(cu_seqlens, sizes)}, sizes.device)
+    dq, dk, dv = (_as(of, each) for of, each in zip((q, k, v), found.values(), strict=True))
     return dq, dk, dv
+
+
+def _as(like: Tensor, x: Tensor) -> Tensor:
+    """`x` in the memory layout of another tensor, which compiled layers expect."""
+    return x if like.is_contiguous() else torch.empty_like(like).copy_(x)
 
 
 def _sizes(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int) -> _Sizes:

@@ -36,9 +36,9 @@ def token_logprobs(
     log-probs [T, K] of `targets` [T, K], of which two of a token may be equal.
 
     hidden [T, H], weight [V, H], bias [V]. Both results are float32 (float64 for float64 input); entropy is None unless
-    requested. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
-    GPU, 2**29 with Triton). The backward pass uses those chunks that fit into an eighth of the GPU's free memory, and
-    computes the others again; on a CPU that fits into 2**24 logits.
+    requested. Logits are made for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
+    GPU, 2**29 with Triton). The first chunks that fit into an eighth of the GPU's free memory, on a CPU into 2**24
+    logits, are kept for the backward pass, which computes the others again.
 
     With z the tempered logits, p = softmax(z), y the target and H = -sum_j p_j log p_j:
 

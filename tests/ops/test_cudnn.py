@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,14 +52,58 @@ def test_places_are_of_elements_and_sequences_that_fill_up_are_empty() -> None:
 
 
 def test_torch_attends_where_cudnn_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    present: dict[str, Any] = {"there": True}
-    monkeypatch.setattr(cudnn, "_present", lambda device: present["there"])
-    q = torch.empty(3000, 2, 128)
-    assert cudnn.takes(q, 1024)
-    assert not cudnn.takes(q, 1023)
-    assert not cudnn.takes(torch.empty(3000, 2, 136), 1024)
-    present["there"] = False
-    assert not cudnn.takes(q, 1024)
+    present: dict[str, bool] = {"GPU": True, "plans": True}
+    monkeypatch.setattr(cudnn, "_present", lambda device: present["GPU"])
+    monkeypatch.setattr(cudnn, "_supported", lambda sizes: present["plans"])
+
+    def takes(tokens: int, longest: int, heads: int, size: int) -> bool:
+        q = torch.empty(tokens, heads, size, device="meta")
+        return cudnn.takes(q, q, bounds_of([longest, tokens - longest]), longest, 0.1, 0)
+
+    assert takes(16384, 1024, 16, 128)
+    assert not takes(16384, 512, 16, 128)
+    assert not takes(16000, 2000, 9, 64)
+    assert not takes(16384, 1024, 16, 136)
+    for name in present:
+        present[name] = False
+        assert not takes(16384, 1024, 16, 128)
+        present[name] = True
+
+
+def test_sizes_without_a_plan_are_torchs_and_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(sizes: cudnn._Sizes, *, backward: bool, deterministic: bool = False) -> None:
+        if backward:
+            raise RuntimeError("No valid engine configs")
+
+    monkeypatch.setattr(cudnn, "_plan", plan)
+    with pytest.warns(UserWarning, match="attention is torch's, since cuDNN has no plan for it: No valid engine"):
+        assert not cudnn._supported.__wrapped__(sizes([1500, 700]))
+
+
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_results_have_the_memory_layout_of_what_they_belong_to(by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled layers were told that they would; transformers hands queries and keys over by heads."""
+    monkeypatch.setattr(cudnn, "_plan", lambda sizes, **_: None)
+    given: list[dict[cudnn._Use, torch.Tensor]] = []
+
+    def execute(plan: None, tensors: dict[cudnn._Use, torch.Tensor], device: torch.device) -> None:
+        assert all(each.is_contiguous() for each in tensors.values())
+        given.append(tensors)
+        for use in (cudnn._Use.OUT, cudnn._Use.DQ, cudnn._Use.DK, cudnn._Use.DV):
+            if use in tensors and (len(given) == 1 or use is not cudnn._Use.OUT):
+                tensors[use].copy_(torch.arange(tensors[use].numel()).view(tensors[use].shape))
+
+    monkeypatch.setattr(cudnn, "_execute", execute)
+    q, k, v = (torch.randn(heads, 18, 16).transpose(0, 1) for heads in (4, 2, 2))
+    if not by_heads:
+        q, k, v = (each.contiguous() for each in (q, k, v))
+    bounds = bounds_of([11, 7])
+    out, lse = cudnn.attention(q, k, v, bounds, 11, 0.25, 0)
+    grads = cudnn.attention_backward(torch.ones_like(out), q, k, v, out, lse, bounds, 11, 0.25, 0)
+    assert torch.equal(given[0][cudnn._Use.K], k) and torch.equal(given[1][cudnn._Use.OUT], out)
+    for of, found in zip((q, q, k, v), (out, *grads), strict=True):
+        assert found.stride() == torch.empty_like(of).stride() == of.stride()
+        assert torch.equal(found, torch.arange(of.numel()).view(of.shape).to(of.dtype))
 
 
 @pytest.mark.parametrize(("version", "used"), [("1.16.0", True), ("1.26.1", True), ("1.15.0", False), ("1.27", False)])
@@ -80,14 +123,15 @@ def test_a_machine_without_a_gpu_has_none() -> None:
 @pytest.mark.parametrize("window", [None, 300, 5000])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (3, 1, 80)])
 def test_attention_and_its_gradients_are_those_of_a_block_mask(
-    heads: int, kv_heads: int, size: int, window: int | None, dtype: torch.dtype
+    heads: int, kv_heads: int, size: int, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cudnn, "LEAST_WORK", 0)
     lengths = [1030, 1, 700, 1300, 17]
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), each, size) for each in (heads, kv_heads, kv_heads, heads)]
     *inputs, direction = (torch.randn(shape, generator=generator).to(HERE, dtype) for shape in shapes)
     packing = PackedSequences.of(np.concatenate([[0], np.cumsum(lengths)]), HERE)
-    assert cudnn.takes(inputs[0], packing.longest)
+    assert cudnn.takes(*inputs[:2], packing.cu_seqlens, packing.longest, 0.1, 0)
     mine, exact = ([x.detach().to(of).requires_grad_() for x in inputs] for of in (dtype, torch.float32))
     got, wanted = (
         packed_attention(*mine, packing, window=window),
@@ -101,7 +145,8 @@ def test_attention_and_its_gradients_are_those_of_a_block_mask(
 
 
 @needs_it
-def test_every_other_layout_of_memory_gives_the_same() -> None:
+def test_every_other_layout_of_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "LEAST_WORK", 0)
     q, k, v = torch.randn(3, 2, 1200, 64, device=HERE, dtype=torch.bfloat16).unbind()
     packing = PackedSequences.of(np.array([0, 1100, 1200]), HERE)
     apart = [x.transpose(0, 1) for x in (q, k, v)]  # by heads, as transformers hands them over
