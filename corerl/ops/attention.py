@@ -176,14 +176,14 @@ def flash_attention(
     """Causal attention of q [T, H, D], k and v [T, Hkv, D] in half precision on CUDA, within the sequences that
     `cu_seqlens` [S + 1] bounds, of which the longest has `longest` [] tokens, on the host; a token sees `window`
     tokens, itself among them, or with FULL all. Returns [T, H, D] and the log-sum-exp of its scores, [H * T] in the
-    kernel's own order. The kernel is cuDNN's where `cudnn.takes` says so, else torch's FlashAttention.
+    kernel's own order. The kernel is cuDNN's where `cudnn.sizes_of` says so, else torch's FlashAttention.
 
     With shared prefixes, sequence s has as many of the last tokens of the one that `keys` [S + 1] bounds, and sees all
     of that, whose keys and values the other three name, as in `SharedPrefixes`: the kernel reads copies of those, as
     causality ends at the last token of both. Copies are made again in the backward pass, not kept for it."""
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
-    if place is None and cudnn.takes(q, k, cu_seqlens, at_most, scale, left + 1):
-        return cudnn.attention(q, k, v, cu_seqlens, at_most, scale, left + 1)
+    if place is None and (sizes := cudnn.sizes_of(q, k, cu_seqlens, at_most, scale, left + 1)) is not None:
+        return cudnn.attention(q, k, v, cu_seqlens, sizes)
     k, v = (each if place is None else each.index_select(0, place) for each in (k, v))
     out, lse, *_ = KERNEL(
         q, k, v, cu_seqlens, cu_seqlens if keys is None else keys, at_most, at_most, 0.0, left == FULL, False,
@@ -215,8 +215,8 @@ def flash_attention_backward(
     first_copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
-    if place is None and cudnn.takes(q, k, cu_seqlens, at_most, scale, left + 1):
-        return cudnn.attention_backward(grad, q, k, v, out, lse, cu_seqlens, at_most, scale, left + 1)
+    if place is None and (sizes := cudnn.sizes_of(q, k, cu_seqlens, at_most, scale, left + 1)) is not None:
+        return cudnn.attention_backward(grad, q, k, v, out, lse, cu_seqlens, sizes)
     lse = lse.view(q.shape[1], len(q))
     # Of dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)

@@ -37,7 +37,7 @@ class _Use(IntEnum):
 PLACES = (_Use.AT_Q, _Use.AT_KV, _Use.AT_LSE)
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """What a plan is for; numbers of sequences and tokens are upper bounds."""
 
     device: torch.device
@@ -57,18 +57,34 @@ class _Plan(NamedTuple):
     workspace: int  # bytes
 
 
-def takes(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int) -> bool:
-    """Whether `attention` and `attention_backward` are to be called with these."""
-    return (
-        q.shape[2] <= LARGEST_HEAD
-        and q.numel() * longest >= LEAST_WORK
-        and _present(q.device)
-        and _supported(_sizes(q, k, cu_seqlens, longest, scale, window))
+def sizes_of(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int) -> Sizes | None:
+    """What `attention` and `attention_backward` take, of q [T, H, D], k [T, Hkv, D] and the sequences that `cu_seqlens`
+    [S + 1] bounds, of at most `longest` tokens. With a `window` above 0 a token sees that many, itself among them.
+    None where cuDNN is not to be asked."""
+    if q.shape[2] > LARGEST_HEAD or q.numel() * longest < LEAST_WORK or not _present(q.device):
+        return None
+    sizes = Sizes(
+        device=q.device,
+        dtype=q.dtype,
+        sequences=_rounded(len(cu_seqlens) - 1),
+        longest=_rounded(longest),
+        tokens=_rounded(len(q)),
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        size=q.shape[2],
+        scale=scale,
+        window=window if window < longest else 0,
     )
+    return sizes if _supported(sizes) else None
+
+
+def _rounded(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 @functools.cache
-def _supported(sizes: _Sizes) -> bool:
+def _supported(sizes: Sizes) -> bool:
     """Whether cuDNN has plans for both passes; where it has not, a warning says so once."""
     try:
         _plan(sizes, backward=False)
@@ -90,22 +106,14 @@ def _cudnn() -> Any:
     try:
         major, minor, *_ = importlib.metadata.version("nvidia-cudnn-frontend").split(".")
         return importlib.import_module("cudnn") if FIRST <= (int(major), int(minor)) <= LAST else None
-    except (
-        ImportError,
-        OSError,
-        AssertionError,
-        ValueError,
-    ):  # not there, without its library, or a development version
+    # Not there, without its library, or a development version.
+    except (ImportError, OSError, AssertionError, ValueError):
         return None
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    """Causal attention [T, H, D] of q [T, H, D], k and v [T, Hkv, D] within the sequences that `cu_seqlens` [S + 1]
-    bounds, in the memory layout of q, and its log-sum-exp [T * H]. With a `window` above 0 a token sees that many
-    tokens, itself among them."""
-    sizes = _sizes(q, k, cu_seqlens, longest, scale, window)
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Causal attention [T, H, D] of q [T, H, D], k and v [T, Hkv, D] within their sequences, in the memory layout of q,
+    and its log-sum-exp [T * H]."""
     given = {_Use.Q: q.contiguous(), _Use.K: k.contiguous(), _Use.V: v.contiguous()}
     out, lse = torch.empty_like(given[_Use.Q]), q.new_empty(len(q) * sizes.heads, dtype=torch.float32)
     found = {_Use.OUT: out, _Use.LSE: lse}
@@ -114,19 +122,9 @@ def attention(
 
 
 def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, each in the memory layout of what it is of."""
-    sizes = _sizes(q, k, cu_seqlens, longest, scale, window)
     uses = (_Use.Q, _Use.K, _Use.V, _Use.OUT, _Use.LSE, _Use.GRAD)
     given = {use: each.contiguous() for use, each in zip(uses, (q, k, v, out, lse, grad), strict=True)}
     found = {
@@ -145,27 +143,7 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
     return x if like.is_contiguous() else torch.empty_like(like).copy_(x)
 
 
-def _sizes(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int) -> _Sizes:
-    return _Sizes(
-        device=q.device,
-        dtype=q.dtype,
-        sequences=_rounded(len(cu_seqlens) - 1),
-        longest=_rounded(longest),
-        tokens=_rounded(len(q)),
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        size=q.shape[2],
-        scale=scale,
-        window=window if window < longest else 0,
-    )
-
-
-def _rounded(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def _places(cu_seqlens: Tensor, sizes: _Sizes) -> dict[_Use, Tensor]:
+def _places(cu_seqlens: Tensor, sizes: Sizes) -> dict[_Use, Tensor]:
     """Where each sequence begins in each tensor, in elements, and its length; those that fill up have none."""
     missing = sizes.sequences + 1 - len(cu_seqlens)
     bounds = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)]) if missing else cu_seqlens
@@ -173,7 +151,7 @@ def _places(cu_seqlens: Tensor, sizes: _Sizes) -> dict[_Use, Tensor]:
 
 
 @functools.cache
-def _elements(sizes: _Sizes) -> Tensor:
+def _elements(sizes: Sizes) -> Tensor:
     """Of a token: in q, in k or v, and in the log-sum-exp."""
     per_token = [sizes.heads * sizes.size, sizes.kv_heads * sizes.size, sizes.heads]
     return torch.tensor(per_token, dtype=torch.int64, device=sizes.device)[:, None]
@@ -197,7 +175,7 @@ def _handle(device: torch.device) -> Any:
 
 
 @functools.cache
-def _plan(sizes: _Sizes, *, backward: bool, deterministic: bool = False) -> _Plan:
+def _plan(sizes: Sizes, *, backward: bool, deterministic: bool = False) -> _Plan:
     """To cuDNN tensors of packed tokens are [sequences, heads, longest, size], each sequence at a place of its own."""
     cudnn = _cudnn()
     types, of_values = cudnn.data_type, cudnn.data_type.BFLOAT16

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,13 @@ HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("c
 needs_it = pytest.mark.skipif(not cudnn._present(HERE), reason="wants a Hopper GPU and nvidia-cudnn-frontend")
 
 
-def sizes(lengths: list[int], *, heads: int = 4, kv_heads: int = 2, window: int = 0) -> cudnn._Sizes:
+def sizes(lengths: list[int], *, heads: int = 4, kv_heads: int = 2, window: int = 0) -> cudnn.Sizes:
+    """Where every GPU has cuDNN, and every size is worth it."""
     q, k = torch.empty(sum(lengths), heads, 16), torch.empty(sum(lengths), kv_heads, 16)
-    return cudnn._sizes(q, k, bounds_of(lengths), max(lengths), 0.25, window)
+    with mock.patch.multiple(cudnn, LEAST_WORK=0, _present=lambda device: True, _supported=lambda sizes: True):
+        found = cudnn.sizes_of(q, k, bounds_of(lengths), max(lengths), 0.25, window)
+    assert found is not None
+    return found
 
 
 def bounds_of(lengths: list[int]) -> torch.Tensor:
@@ -58,7 +63,7 @@ def test_torch_attends_where_cudnn_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 
     def takes(tokens: int, longest: int, heads: int, size: int) -> bool:
         q = torch.empty(tokens, heads, size, device="meta")
-        return cudnn.takes(q, q, bounds_of([longest, tokens - longest]), longest, 0.1, 0)
+        return cudnn.sizes_of(q, q, bounds_of([longest, tokens - longest]), longest, 0.1, 0) is not None
 
     assert takes(16384, 1024, 16, 128)
     assert not takes(16384, 512, 16, 128)
@@ -71,7 +76,7 @@ def test_torch_attends_where_cudnn_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sizes_without_a_plan_are_torchs_and_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(sizes: cudnn._Sizes, *, backward: bool, deterministic: bool = False) -> None:
+    def plan(sizes: cudnn.Sizes, *, backward: bool, deterministic: bool = False) -> None:
         if backward:
             raise RuntimeError("No valid engine configs")
 
@@ -98,8 +103,8 @@ def test_results_have_the_memory_layout_of_what_they_belong_to(by_heads: bool, m
     if not by_heads:
         q, k, v = (each.contiguous() for each in (q, k, v))
     bounds = bounds_of([11, 7])
-    out, lse = cudnn.attention(q, k, v, bounds, 11, 0.25, 0)
-    grads = cudnn.attention_backward(torch.ones_like(out), q, k, v, out, lse, bounds, 11, 0.25, 0)
+    out, lse = cudnn.attention(q, k, v, bounds, sizes([11, 7]))
+    grads = cudnn.attention_backward(torch.ones_like(out), q, k, v, out, lse, bounds, sizes([11, 7]))
     assert torch.equal(given[0][cudnn._Use.K], k) and torch.equal(given[1][cudnn._Use.OUT], out)
     for of, found in zip((q, q, k, v), (out, *grads), strict=True):
         assert found.stride() == torch.empty_like(of).stride() == of.stride()
@@ -131,7 +136,7 @@ def test_attention_and_its_gradients_are_those_of_a_block_mask(
     shapes = [(sum(lengths), each, size) for each in (heads, kv_heads, kv_heads, heads)]
     *inputs, direction = (torch.randn(shape, generator=generator).to(HERE, dtype) for shape in shapes)
     packing = PackedSequences.of(np.concatenate([[0], np.cumsum(lengths)]), HERE)
-    assert cudnn.takes(*inputs[:2], packing.cu_seqlens, packing.longest, 0.1, 0)
+    assert cudnn.sizes_of(*inputs[:2], packing.cu_seqlens, packing.longest, 0.1, 0) is not None
     mine, exact = ([x.detach().to(of).requires_grad_() for x in inputs] for of in (dtype, torch.float32))
     got, wanted = (
         packed_attention(*mine, packing, window=window),
