@@ -55,11 +55,11 @@ def test_a_launcher_gets_one_argument_and_a_quick_health_check(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("options", "device", "ranks"),
     [
-        ({"preload": True, "tensor_parallel": 2}, "cuda", 2),
-        ({"preload": True}, "cpu", 0),
-        ({}, "cuda", 0),
-        ({"preload": True, "launcher": "own_launcher"}, "cuda", 0),
-        ({"preload": True, "tensor_parallel": 2, "data_parallel": 2}, "cuda", 0),
+        ({"tensor_parallel": 2}, "cuda", 2),
+        ({}, "cpu", 0),
+        ({"preload": False}, "cuda", 0),
+        ({"launcher": "own_launcher"}, "cuda", 0),
+        ({"tensor_parallel": 2, "data_parallel": 2}, "cuda", 0),
     ],
 )
 def test_ranks_are_preloaded_where_sglangs_own_server_starts_them(

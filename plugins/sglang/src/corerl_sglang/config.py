@@ -66,7 +66,7 @@ class SglangConfig:
     )
     preload: bool = option(
         "import SGLang in the processes of its ranks while its server imports it; false: SGLang starts them after that",
-        default=False,
+        default=True,
     )
     launcher: str = option(
         "module that starts the server, run with -m; your own may register a model before it calls "
