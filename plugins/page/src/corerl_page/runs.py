@@ -169,8 +169,9 @@ class Run:
         sizes = {name: (self.path / name).stat().st_size for name in FILES if (self.path / name).exists()}
         with self._lock:
             self._update_metrics()
-            ended = self._metrics.get("time/step") or self._metrics.get("eval/reward") or {-1: None}
-            done = 1 + max(ended)
+            # A step's metrics have its number, those of an evaluation how many steps were done before.
+            ended = {step + 1 for step in self._metrics.get("time/step", {})}
+            done = max({0, *ended, *self._metrics.get("eval/reward", {})})
         return {
             "name": self.name,
             "path": str(self.path),

@@ -13,6 +13,7 @@ import uvicorn
 from corerl.errors import ConfigError
 from corerl_page.app import app
 from corerl_page.runs import runs_of
+from corerl_page.spec import PORTS
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,6 +26,10 @@ class Server:
     ) -> None:
         key, self.runs = secrets.token_urlsafe(24), runs_of(list(run_dirs))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        if port not in PORTS:
+            raise ConfigError(
+                f"cannot listen on port {port}, expected one of {PORTS[0]} to {PORTS[-1]}; 0 is a free one"
+            )
         try:
             self._socket = socket.create_server((address, port), family=family)
         except OSError as error:
