@@ -109,6 +109,13 @@ def test_the_whole_of_a_small_run() -> None:
     ]
 
 
+def test_large_numbers_leave_a_space_between_columns() -> None:
+    large = {"rollout/reward": -1234.5678, "train/loss": -1e7, "train/entropy": 1.5, "train/grad_norm": 12345.678}
+    large |= {"perf/tokens_per_second": 1234567.0}
+    row = lines([started("runs/small"), StepFinished(step=0, metrics=large)], every=1)[-1]
+    assert row.split()[:-1] == ["1/4", "-1e+03", "-1.0e+07", "1.500", "1.2e+04", "1.2e+06"]
+
+
 def test_slow_steps_have_a_line_at_least_every_twenty_seconds() -> None:
     def told(seconds: float) -> list[int]:
         ended = [StepFinished(step=step, metrics=metrics(0)) for step in range(12)]

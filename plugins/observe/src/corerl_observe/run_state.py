@@ -35,15 +35,19 @@ _FORMATS = {
 }
 
 
-def number(value: float | None, metric: str = "") -> str:
-    """A number in at most nine characters, with fixed decimals per metric so that columns line up; `-` for None."""
+def number(value: float | None, metric: str = "", width: int = 9) -> str:
+    """A number in at most `width` characters, with fixed decimals per metric so that columns line up, or with few
+    digits where these do not fit; `-` for None."""
     if value is None:
         return "-"
     form = _FORMATS.get(metric, ".3f")
     if metric == TOKENS_PER_SECOND and round(value, 1) < 10:
         form = ".1f"  # of a large model on CPUs the whole number says little
-    text = format(value, form)
-    return text if len(text) <= 9 else f"{value:.1e}"
+    for each in (form, ".1e", ".0e"):
+        text = format(value, each)
+        if len(text) <= width:
+            break
+    return text
 
 
 def prompt_text(answer: SampleShown) -> str:
