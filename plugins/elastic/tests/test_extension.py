@@ -360,8 +360,19 @@ def planned(run_dir: Path, scaler: str, placement: str) -> Plan:
 def test_devices_are_balanced_only_where_groups_are_apart(tmp_path: Path) -> None:
     scaler = "corerl_elastic:balance"
     assert planned(tmp_path / "apart", scaler, "disaggregated").extensions[0].options.scaler == scaler
-    with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices between"):
+    with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices, one by"):
         planned(tmp_path / "together", scaler, "colocated")
+
+
+@pytest.mark.parametrize(("width", "problems"), [(1, 0), (2, 1)])
+def test_devices_are_balanced_only_for_engines_of_one_device(width: int, problems: int, tmp_path: Path) -> None:
+    config = config_of({"backend": {"name": "fsdp"}, "cluster": {"placement": "disaggregated"}})
+    processes = SimpleNamespace(placement=SimpleNamespace(widths={"engines": width}))
+    elastic = Elastic(options=ElasticOptions(scaler="corerl_elastic:balance"), run_dir=str(tmp_path))
+    answer = elastic.plan_ready(SimpleNamespace(config=config, processes=processes))  # type: ignore[arg-type]
+    found = [] if answer is None else list(answer.problems)
+    assert len(found) == problems
+    assert all("these engines have 2 each; remove it, or write a scaler" in line for line in found)
 
 
 def test_a_run_with_a_scaler_can_be_evaluated(tmp_path: Path) -> None:

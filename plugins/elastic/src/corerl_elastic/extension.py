@@ -34,12 +34,18 @@ class Elastic:
 
     def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
         config, scaling = plan.config, self._scaling
-        divided = config.run.has_engines and config.run.trains and config.cluster.placement == "disaggregated"
-        if scaling is None or scaling.scaler is not balance or divided or config.run.mode == "eval":  # of such a run
+        if scaling is None or scaling.scaler is not balance or config.run.mode == "eval":  # of such a run
             return None
+        divided = config.run.has_engines and config.run.trains and config.cluster.placement == "disaggregated"
+        width = plan.processes.placement.widths.get(ENGINES, 1)
+        if divided and width == 1:
+            return None
+        fix = "set run.mode='train' and cluster.placement='disaggregated', or remove it"
+        if divided:
+            fix = f"these engines have {width} each; remove it, or write a scaler that moves as many"
         problem = (
-            f"extensions.elastic.scaler: {scaling.name!r} moves devices between ranks and engines that have their own; "
-            "set run.mode='train' and cluster.placement='disaggregated', or remove it"
+            f"extensions.elastic.scaler: {scaling.name!r} moves devices, one by one, between ranks and engines that "
+            f"have their own; {fix}"
         )
         return PlanAnswer(problems=[problem])
 
