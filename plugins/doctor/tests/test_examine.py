@@ -138,6 +138,7 @@ def test_each_unusable_plugin_comes_with_its_fix(install: Install) -> None:
     assert refused.what.startswith("backend 'both' is provided by one 0.1.0 and two 0.1.0; choose one by writing ")
     (unknown,) = amiss(list(examine("latter")))
     assert unknown.what == "unknown plugin 'latter'; did you mean 'later'?"
+    assert unknown.fix == "corerl plugins, which lists the names that are installed"
 
 
 def test_a_missing_backend_is_fixed_by_its_extra(absent_backend: str) -> None:

@@ -33,8 +33,9 @@ class Server:
         try:
             self._socket = socket.create_server((address, port), family=family)
         except OSError as error:
+            why = str(error.strerror).partition(" (while")[0]  # Python adds what this line begins with
             raise ConfigError(
-                f"cannot listen on {address} port {port}: {error.strerror}; choose another port, or 0"
+                f"cannot listen on {address} port {port}: {why}; choose another address or port (0: a free one)"
             ) from error
         own = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
         host = f"[{own}]" if ":" in own else own
