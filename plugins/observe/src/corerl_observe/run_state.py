@@ -7,6 +7,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from attrs import frozen
@@ -277,12 +278,14 @@ class History:
     def recent(self, name: str, steps: int) -> float:
         """The average of a metric per step, over the last `steps` steps that ended. `time/step` says which ended, and
         only those that this history knows count."""
-        ended, _ = self.series("time/step")
+        ended = self._points.get("time/step")
         if not ended:
             return 0.0
-        first = max(ended[0], ended[-1] - steps + 1)
-        pairs = zip(*self.series(name), strict=True)
-        return sum(value for step, value in pairs if first <= step <= ended[-1]) / (ended[-1] - first + 1)
+        last = ended[-1][0]
+        first = max(ended[0][0], last - steps + 1)
+        # From the newest back: a display asks several times a second, also after many steps.
+        newest = takewhile(lambda point: point[0] >= first, reversed(self._points.get(name, [])))
+        return sum(value for step, value in newest if step <= last) / (last - first + 1)
 
 
 def _evaluated(name: str) -> bool:
