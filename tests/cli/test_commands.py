@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from corerl.cli.main import main
+from tests.plugin.conftest import Install
 
 SPEC = """
 from corerl.plugin import CommandSpec
@@ -68,28 +67,12 @@ POINTS = {
 WHERE = {"both": "hello"}  # the module of a point, if it has another name
 
 
-def install(site: Path, distribution: str, points: list[str]) -> None:
-    metadata = site / f"{distribution.replace('-', '_')}-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1\n")
-    lines = [f"{name} = commands_{WHERE.get(name, name)}:SPEC" for name in points]
-    (metadata / "entry_points.txt").write_text("\n".join(["[corerl.commands]", *lines]))
-
-
 @pytest.fixture(autouse=True)
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name, source in MODULES.items():
-        (tmp_path / f"commands_{name}.py").write_text(re.sub(r"(\w+_code)", r"commands_\1", source))
+def installed(install: Install) -> None:
+    sources = {f"commands_{name}": re.sub(r"(\w+_code)", r"commands_\1", source) for name, source in MODULES.items()}
     for distribution, points in POINTS.items():
-        install(tmp_path, distribution, points)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in imported():
-        del sys.modules[name]
-
-
-def imported() -> set[str]:
-    return {name for name in sys.modules if name.startswith("commands_")}
+        commands = {name: f"commands_{WHERE.get(name, name)}:SPEC" for name in points}
+        install(distribution, {"commands": commands}, version="0.1", **sources)
 
 
 def shown_help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -12,7 +12,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "plugins"
 def put(name: str, site: Path) -> Path:
     """Install the example of this name into `site`, and return that."""
     project = tomllib.loads((EXAMPLES / name / "pyproject.toml").read_text())["project"]
-    shutil.copytree(EXAMPLES / name / "src", site, dirs_exist_ok=True)
+    source = EXAMPLES / name / "src"
+    shutil.copytree(source if source.exists() else EXAMPLES / name, site)
     metadata = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir()
     requires = [f"Requires-Dist: {each}" for each in project["dependencies"]]

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from corerl.cli.main import main
+from tests.examples.packages import put
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/plugins/command"
 VALUES = {0: 0.25, 1: 0.5, 2: None, 3: 0.75, 4: 0.5}
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run's directory; the example is installed, without a copy."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    metadata = tmp_path / "site" / "corerl_best-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    name, version = project["name"], project["version"]
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (points,) = project["entry-points"].values()
-    lines = [f"{point} = {value}" for point, value in points.items()]
-    (metadata / "entry_points.txt").write_text("\n".join([f"[{next(iter(project['entry-points']))}]", *lines]))
-    monkeypatch.setattr(sys, "path", [str(metadata.parent), str(EXAMPLE), *sys.path])
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A run's directory; the example is installed."""
+    monkeypatch.setattr(sys, "path", [str(put("command", tmp_path / "site")), *sys.path])
     rows = [{"step": step, "rollout/reward": value} for step, value in VALUES.items()]
     rows.insert(2, {"step": 1, "eval/reward": 0.125})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(tmp_path)
+    yield str(tmp_path)
+    del sys.modules["corerl_best"]
 
 
 def test_the_largest_value_is_shown_with_its_step(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,3 +98,6 @@ def test_a_runs_directory_stands_for_its_config_and_notices(monkeypatch: pytest.
     assert main(["doctor", str(tmp_path), "run.steps=1"]) == 0
     given = {"file": str(config), "overrides": ["run.steps=1"], "nodes": False, "layers": False}
     assert asked == [(("",), {**given, "run_dir": str(tmp_path)})]
+    monkeypatch.chdir(tmp_path)  # without a name, a file of anybody's that is there is none of a run
+    assert (main(["doctor"]), main(["doctor", "run.steps=1"])) == (0, 2)
+    assert asked[1:] == [(("",), {**given, "file": "", "overrides": [], "run_dir": ""})]

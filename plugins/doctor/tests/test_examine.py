@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,11 +17,34 @@ from corerl_doctor.child import run_check
 from corerl_doctor.examine import examine
 from corerl_doctor.installation import driver
 from corerl_doctor.plugins import check_joining, check_named, finding_of
-from plugins.doctor.tests.sites import distribution, spec
 from tests.end_to_end.command import write_small
+from tests.plugin.conftest import Install
 
 pytestmark = pytest.mark.processes
 forked = pytest.mark.usefixtures("forked_python")
+
+SPEC = """
+from attrs import frozen
+from corerl.plugin import BackendSpec, Finding, Level
+
+@frozen(kw_only=True)
+class Options:
+    pass
+
+def probe():
+    {probe}
+
+SPEC = BackendSpec(
+    implementation="{code}", config=Options, api=(2, 0), summary="amiss", probe=probe,
+    environment=lambda options, cluster: {{"MINE_RANKS": str(cluster.ranks)}},
+)
+"""
+PLAIN = "corerl_testing.plain.backend:PlainBackend"
+
+
+def spec(*, probe: str = "return ()", code: str = PLAIN) -> str:
+    """Source of a module with a SPEC."""
+    return SPEC.format(probe=probe, code=code)
 
 
 @pytest.fixture
@@ -39,35 +63,35 @@ def amiss(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level is not Level.OK]
 
 
-def test_without_a_name_no_process_imports_torch(site: Path) -> None:
+def test_without_a_name_no_process_imports_torch(install: Install) -> None:
     program = "import sys\nfrom corerl_doctor.examine import examine\nassert list(examine())\n"
     program += "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     # Nor does the process that a plugin is looked at in: this one would say so.
     loud = spec().replace("from attrs", "import sys\nassert 'torch' not in sys.modules\nfrom attrs")
-    distribution(site, "corerl-light", "light = light_spec:SPEC", light_spec=loud)
+    install("corerl-light", {"backends": {"light": "light_spec:SPEC"}}, light_spec=loud)
     assert amiss(list(examine())) == []
 
 
 @forked
-def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
+def test_an_implementation_that_aborts_is_found_by_name(install: Install) -> None:
     modules = {"native_spec": spec(code="native_code:Backend"), "native_code": "import os\nos.abort()\n"}
-    distribution(site, "corerl-native", "native = native_spec:SPEC", **modules)
+    site = install("corerl-native", {"backends": {"native": "native_spec:SPEC"}}, **modules)
     (finding,) = amiss(list(examine("native")))
     assert finding.what == (
-        "importing native_code:Backend, the implementation of backend 'native' (corerl-native 0.1), killed its "
+        "importing native_code:Backend, the implementation of backend 'native' (corerl-native 0.1.0), killed its "
         f"process with SIGABRT at {site}/native_code.py:2"
     )
 
 
 @forked
-def test_a_named_backend_is_checked_in_full(site: Path) -> None:
+def test_a_named_backend_is_checked_in_full(install: Install) -> None:
     probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", fix="apt upgrade")'
-    distribution(site, "corerl-tried", "tried = tried_spec:SPEC", tried_spec=spec(probe=probe))
+    install("corerl-tried", {"backends": {"tried": "tried_spec:SPEC"}}, tried_spec=spec(probe=probe))
     findings = list(examine("tried"))
     assert amiss(findings) == [Finding(level=Level.WARNING, what="an old driver", why="it is slow", fix="apt upgrade")]
     told = [finding.what for finding in findings]
-    tried = "backend 'tried' (corerl-tried 0.1): "
+    tried = "backend 'tried' (corerl-tried 0.1.0): "
     assert [text.removeprefix(tried) for text in told if text.startswith(tried)] == [
         "tried_spec:SPEC loads, written for API 2.0",
         "corerl_testing.plain.backend:PlainBackend can be imported",
@@ -78,28 +102,30 @@ def test_a_named_backend_is_checked_in_full(site: Path) -> None:
 
 
 @forked
-def test_failing_probes_and_wrong_hooks_are_errors(site: Path) -> None:
-    distribution(
-        site,
+def test_failing_probes_and_wrong_hooks_are_errors(install: Install) -> None:
+    install(
         "corerl-tried",
-        "tried = tried_spec2:SPEC",
+        {"backends": {"tried": "tried_spec2:SPEC"}},
         tried_spec2=spec(probe="raise OSError('no libcudart')", code="tried_code2:Backend"),
         tried_code2="from corerl_testing.plain.backend import PlainBackend\n"
         "class Backend(PlainBackend):\n    def forward_backward(self, *batch):\n        pass\n",
     )
     hooks, probe = amiss(list(examine("tried")))
     assert hooks.what.startswith("backend:tried implements forward_backward(*batch) for forward_backward(batch, loss,")
-    assert probe.what == "the probe of backend 'tried' (corerl-tried 0.1) raised OSError: no libcudart"
+    assert probe.what == "the probe of backend 'tried' (corerl-tried 0.1.0) raised OSError: no libcudart"
 
 
 @forked
-def test_each_unusable_plugin_comes_with_its_fix(site: Path) -> None:
-    distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
-    distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(2, 0)", "(3, 0)"))
-    distribution(site, "corerl-older", "older = older_spec:SPEC", older_spec=spec().replace("(2, 0)", "(0, 3)"))
+def test_each_unusable_plugin_comes_with_its_fix(install: Install) -> None:
+    sources = {
+        "bad": "import a_library_that_is_not_there",
+        "later": spec().replace("(2, 0)", "(3, 0)"),
+        "older": spec().replace("(2, 0)", "(0, 3)"),
+    }
+    for name, source in sources.items():
+        install(f"corerl-{name}", {"backends": {name: f"{name}_spec:SPEC"}}, **{f"{name}_spec": source})
     for name in ("one", "two"):
-        distribution(site, name, "both = both_spec:SPEC", both_spec=spec())
-
+        install(name, {"backends": {"both": "both_spec:SPEC"}}, both_spec=spec())
     fixes = [(finding.what.split("'")[1], finding.level.value, finding.fix) for finding in amiss(list(examine()))]
     assert fixes == [
         ("both", "warning", "python -m pip uninstall two; or write 'one:both' in the config"),
@@ -109,9 +135,10 @@ def test_each_unusable_plugin_comes_with_its_fix(site: Path) -> None:
     ]
     offered, refused = amiss(list(examine("both")))
     assert (offered.level, refused.level) == (Level.WARNING, Level.ERROR)
-    assert refused.what.startswith("backend 'both' is provided by one 0.1 and two 0.1; choose one by writing ")
+    assert refused.what.startswith("backend 'both' is provided by one 0.1.0 and two 0.1.0; choose one by writing ")
     (unknown,) = amiss(list(examine("latter")))
     assert unknown.what == "unknown plugin 'latter'; did you mean 'later'?"
+    assert unknown.fix == "corerl plugins, which lists the names that are installed"
 
 
 def test_a_missing_backend_is_fixed_by_its_extra(absent_backend: str) -> None:
@@ -121,13 +148,10 @@ def test_a_missing_backend_is_fixed_by_its_extra(absent_backend: str) -> None:
 
 
 @forked
-def test_a_distribution_installed_twice_is_reported_with_both_places(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    distribution(site, "corerl-tried", "tried = tried_spec3:SPEC", version="0.2", tried_spec3=spec())
-    stale = tmp_path / "stale"
-    distribution(stale, "corerl-tried", "", version="0.1")
-    monkeypatch.syspath_prepend(stale)
+def test_a_distribution_installed_twice_is_reported_with_both_places(install: Install) -> None:
+    points = {"backends": {"tried": "tried_spec3:SPEC"}}
+    site = install("corerl-tried", points, version="0.2", tried_spec3=spec())
+    stale = install("corerl-tried", {}, version="0.1", site="stale")
     (finding,) = amiss(list(examine()))
     assert finding.level is Level.WARNING
     places = (f"0.1 in {stale}/corerl_tried-0.1.dist-info", f"0.2 in {site}/corerl_tried-0.2.dist-info")
@@ -136,12 +160,14 @@ def test_a_distribution_installed_twice_is_reported_with_both_places(
 
 
 @forked
-def test_entry_points_edited_after_installation_are_reported(site: Path, tmp_path: Path) -> None:
+def test_entry_points_edited_after_installation_are_reported(install: Install, tmp_path: Path) -> None:
     project = tmp_path / "tried"
     project.mkdir()
     points = '[project.entry-points."corerl.backends"]\ntried = "tried_spec4:NEW"\n'
     (project / "pyproject.toml").write_text(f'[project]\nname = "corerl-tried"\n{points}')
-    distribution(site, "corerl-tried", "tried = tried_spec4:SPEC", editable=project, tried_spec4=spec())
+    site = install("corerl-tried", {"backends": {"tried": "tried_spec4:SPEC"}}, tried_spec4=spec())
+    url = {"url": project.as_uri(), "dir_info": {"editable": True}}
+    (site / "corerl_tried-0.1.0.dist-info/direct_url.json").write_text(json.dumps(url))
     findings = amiss(list(examine()))
     assert [finding.what for finding in findings] == [
         f"corerl-tried is installed in place from {project}, and tried = tried_spec4:{attribute} of corerl.backends is "
@@ -185,8 +211,8 @@ def test_what_the_driver_says_is_counted(
 
 
 @forked
-def test_a_config_is_checked_with_its_environment(tmp_path: Path, site: Path) -> None:
-    distribution(site, "corerl-tried", "tried = tried_spec5:SPEC", tried_spec5=spec())
+def test_a_config_is_checked_with_its_environment(tmp_path: Path, install: Install) -> None:
+    install("corerl-tried", {"backends": {"tried": "tried_spec5:SPEC"}}, tried_spec5=spec())
     file = write_small(tmp_path)
     chosen = ["backend.name=tried", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
     findings = list(examine(file=str(file), overrides=chosen, layers=True))

@@ -16,7 +16,7 @@ from corerl.plugin import RunStarted, StepFinished
 from corerl_elastic import Devices, extension, scaling
 from corerl_elastic.changing import sizes_of
 from corerl_elastic.config import ElasticOptions
-from corerl_elastic.extension import Elastic, devices_of
+from corerl_elastic.extension import Elastic, devices_of, needed_by_balance
 from corerl_elastic.places import Places
 from corerl_elastic.sizes import resized
 from corerl_testing import make_plan
@@ -360,8 +360,18 @@ def planned(run_dir: Path, scaler: str, placement: str) -> Plan:
 def test_devices_are_balanced_only_where_groups_are_apart(tmp_path: Path) -> None:
     scaler = "corerl_elastic:balance"
     assert planned(tmp_path / "apart", scaler, "disaggregated").extensions[0].options.scaler == scaler
-    with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices between"):
+    with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices, one by"):
         planned(tmp_path / "together", scaler, "colocated")
+
+
+def test_devices_are_balanced_only_for_engines_of_one_device() -> None:
+    config = config_of({"backend": {"name": "fsdp"}, "cluster": {"placement": "disaggregated"}})
+
+    def needed(width: int) -> str:
+        placement = SimpleNamespace(widths={"engines": width})
+        return needed_by_balance(SimpleNamespace(config=config, processes=SimpleNamespace(placement=placement)))  # type: ignore[arg-type]
+
+    assert (needed(1), needed(2)) == ("", "let engines have one each, where these have 2")
 
 
 def test_a_run_with_a_scaler_can_be_evaluated(tmp_path: Path) -> None:

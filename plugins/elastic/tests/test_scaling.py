@@ -313,11 +313,6 @@ def test_more_devices_move_where_one_is_no_possible_size() -> None:
     assert wanted(training, (5, 3), (6, 2), (7, 1)) == {}
 
 
-def test_no_side_loses_its_last_device() -> None:
-    assert balanced((1, 3), spent(ranks=9.0)) == {}
-    assert balanced((3, 1), spent(engines=9.0)) == {}
-
-
 def test_balance_goes_back_if_steps_became_longer() -> None:
     before = ((3, 1), spent(8.0, ranks=6.0))
     assert balanced((2, 2), spent(9.0, ranks=6.0), before) == (3, 1)

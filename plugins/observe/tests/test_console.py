@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from attrs import evolve
 
-from corerl.plugin import Evaluated, Event, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
+from corerl.plugin import Evaluated, Event, Notice, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
 from corerl_observe.console import Console, PlainView
 from corerl_observe.run_state import RunState
 from corerl_observe.specs import ConsoleOptions
@@ -38,26 +36,10 @@ def test_an_able_terminal_gets_the_live_display(
     assert stream.getvalue().count("checkpoint after 4 steps: ") == lines
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_piped_output_holds_no_control_codes(encoding: str, tmp_path: object) -> None:
-    code = (
-        "import sys\n"
-        "from corerl_observe.console import Console\n"
-        "from corerl_observe.specs import ConsoleOptions\n"
-        "from corerl.plugin import Notice\n"
-        "from tests.observability.run import whole\n"
-        "console = Console(options=ConsoleOptions(), run_dir=sys.argv[1])\n"
-        "for event in [*whole(sys.argv[1]), Notice(text='\\u00e9')]:\n"
-        "    console.observe(event)\n"
-        "console.shutdown('finished')\n"
-    )
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "FORCE_COLOR": "1", "TERM": "xterm"}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, env=environment)
-    text = done.stdout.decode(encoding)
-    assert "finished after 4 of 4 steps, 1:15" in text
-    assert text.splitlines()[-1] == ("note: é" if encoding == "utf-8" else "note: \\xe9")
-    assert all(character.isprintable() or character == "\n" for character in text)
+def test_what_a_log_cannot_encode_is_escaped() -> None:
+    view = PlainView(RunState(Clock()), io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"), every=1)
+    view.update(Notice(text="\u00e9\x1b[2J"))
+    assert written.getvalue() == b"note: \\xe9\\x1b[2J\n"
 
 
 def lines(events: list[Event], *, every: int, seconds: float = 3.0) -> list[str]:
@@ -107,6 +89,13 @@ def test_the_whole_of_a_small_run() -> None:
         "metrics  runs/small/metrics.jsonl",
         "export   runs/small/export",
     ]
+
+
+def test_large_numbers_leave_a_space_between_columns() -> None:
+    large = {"rollout/reward": -1234.5678, "train/loss": -1e7, "train/entropy": 1.5, "train/grad_norm": 12345.678}
+    large |= {"perf/tokens_per_second": 1234567.0}
+    row = lines([started("runs/small"), StepFinished(step=0, metrics=large)], every=1)[-1]
+    assert row.split()[:-1] == ["1/4", "-1e+03", "-1.0e+07", "1.500", "1.2e+04", "1.2e+06"]
 
 
 def test_slow_steps_have_a_line_at_least_every_twenty_seconds() -> None:

@@ -109,7 +109,13 @@ def test_an_output_is_told_with_sample_and_token(tmp_path: Path) -> None:
 
 
 def test_the_first_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    tower = torch.nn.Linear(1, 1)
+
     class Breaks:
+        def forward_backward(self) -> Iterator[None]:
+            tower(torch.ones(1))  # a model of its own before the one that is trained
+            return (yield)
+
         def optimizer_step(self) -> Iterator[None]:
             result = yield
             with torch.no_grad():

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from corerl.plugin import CallFinished, Idle, Notice, PhaseStarted, RunFinished, Span, StepFinished
-from corerl_observe.specs import TraceOptions
+from corerl.plugin import CallFinished, Idle, NoOptions, Notice, PhaseStarted, RunFinished, Span, StepFinished
 from corerl_observe.trace import Trace
 from plugins.observe.tests.traces import Slice, arrows, check, names, read, slices
 from tests.observability.run import Clock, started
@@ -45,7 +44,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def trace(tmp_path: Path, clock: Clock) -> Trace:
-    return Trace(options=TraceOptions(), run_dir=str(tmp_path), clock=clock)
+    return Trace(options=NoOptions(), run_dir=str(tmp_path), clock=clock)
 
 
 def run_a_step(trace: Trace, clock: Clock) -> None:
@@ -154,7 +153,7 @@ def test_a_killed_run_leaves_its_events_and_open_phase(trace: Trace, clock: Cloc
 
 def test_a_resumed_run_keeps_the_traces_before_it(tmp_path: Path) -> None:
     for phase in ("first", "second", "third"):
-        trace = Trace(options=TraceOptions(), run_dir=str(tmp_path / "run"))
+        trace = Trace(options=NoOptions(), run_dir=str(tmp_path / "run"))
         trace.observe(PhaseStarted(name=phase, step=0))
         trace.shutdown("finished")
     files = {path.name: slices(read(path))[0].name for path in (tmp_path / "run").iterdir()}

@@ -154,6 +154,12 @@ def test_a_run_that_goes_on_is_read_on(get: Get, run_dir: Path) -> None:
     assert get("runs/0/metrics", names="rollout/reward")["series"]["rollout/reward"]["values"] == [0.25, 0.75, 1.0]
 
 
+@pytest.mark.parametrize("scored", [0, 40])
+def test_an_evaluation_counts_the_steps_before_it(get: Get, run_dir: Path, scored: int) -> None:
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": scored, "eval/reward": 0.5}) + "\n")
+    assert get("runs")[0]["done"] == scored
+
+
 def test_a_resumed_run_replaces_its_steps(get: Get, run_dir: Path) -> None:
     get("runs/0/metrics")
     path = run_dir / "metrics.jsonl"

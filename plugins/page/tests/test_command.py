@@ -27,9 +27,11 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         view(tmp_path / "runs")
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_a_port_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"^cannot listen on 127.0.0.1 port {port}: Address already in use"):
+        with pytest.raises(ConfigError, match=rf"^cannot listen on 127.0.0.1 port {port}: Address already in use; "):
             view(tmp_path, "--port", str(port))
+    with pytest.raises(ConfigError, match=r"^cannot listen on port 65536, expected one of 0 to 65535; 0 is"):
+        view(tmp_path, "--port", "65536")

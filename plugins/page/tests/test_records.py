@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from corerl_page.records import Pieces, chosen, credit_of, rows_by_sample, tokens_record
 from plugins.page.tests.batches import END, batch, decode
@@ -26,6 +27,14 @@ def test_tokens_carry_the_numbers_of_their_columns() -> None:
     assert ["".join(row["pieces"]) for row in rows] == ["abcdh", "abefg", "bacdefh", "bacabgh", "baaah"]
     assert rows[2]["spans"] == [[2, 3], [5, 7]]
     assert rows[2]["rewards"] == [[2, 0.5]]
+
+
+def test_pieces_have_the_spaces_between_words() -> None:
+    """Also of tokenizers that leave out the one at the beginning of a text."""
+    core = Tokenizer(models.WordLevel(dict(zip(["?", "\u2581The", "\u2581cat", "s"], range(4), strict=True)), "?"))
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    assert core.decode([1, 2, 3]) == "The cats"
+    assert Pieces(core.decode).of(np.array([1, 2, 3, 2])) == [" The", " cat", "s", " cat"]
 
 
 def test_a_branch_says_where_it_begins() -> None:

@@ -86,6 +86,15 @@ def test_processes_are_summed_up(timeline: Timeline) -> None:
     assert rank["errors"] == ["save error: no room"]
 
 
+def test_calls_at_the_same_time_are_summed_up_together(tmp_path: Path) -> None:
+    path, second = tmp_path / "trace.json", {"ph": "M", "name": "thread_name", "pid": 3, "tid": 7}
+    late = call(102, 112, "receive", args={"call": "receive", "error": "full"}) | {"tid": 7}
+    write(path, [*RECORDS[:6], {**second, "args": {"name": "calls 2"}}, call(101, 103, "generate"), late])
+    (engine,) = Timeline(Tail(path), threading.RLock()).processes()
+    assert (engine["calls"], engine["state"], engine["last"]) == (2, "failed", "receive error: full")
+    assert (engine["busy"], engine["errors"]) == (11.0, ["receive error: full"])
+
+
 def test_a_file_that_grows_is_read_on(timeline: Timeline, tmp_path: Path) -> None:
     timeline.window(None, None, width=100)
     with (tmp_path / "trace.json").open("a") as file:

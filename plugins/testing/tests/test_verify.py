@@ -117,6 +117,7 @@ def test_an_algorithm_is_verified_with_its_settings(tmp_path: Path) -> None:
         (["plain", "--option", "speed"], "--option speed: expected KEY=VALUE"),
         (["--algorithm", "grop"], "unknown algorithm 'grop'; installed: "),
         (["--algorithm", "ppo", "algorithms.ppo.whitn=false"], "algorithms.ppo.whitn: unknown key; did you mean 'whi"),
+        (["--algorithm", "ppo", "--option", "gamma=1"], "--option gamma=1: is of a backend; write the settings of an "),
         (["plain", "--level", "3"], "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip"),
     ],
 )

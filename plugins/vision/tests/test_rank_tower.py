@@ -1,12 +1,15 @@
-"""A trained tower steps only where a batch shows pictures, and checkpoints know how often it has."""
+"""A tower encodes each picture once a pass; a trained one steps only where a batch shows pictures, and checkpoints know
+how often it has."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from attrs import evolve
 
 from corerl.backend import StateKey
-from corerl_testing import Runs, Setup, start, step_at, train
+from corerl_testing import Runs, Setup, forward, running, start, step_at, train
 from corerl_testing.scenarios import pictures
 
 SETUP = Setup(backend="fsdp", model="", fields=pictures.FIELDS, pictures="vision", tower="trained")
@@ -41,3 +44,22 @@ def test_a_save_between_pictures_changes_no_later_step(
     (found,) = runs.rank_sets[1].run(learned, shows, str(tmp_path), resumed)
     assert found == wanted
     assert [wanted] != runs.rank_sets[1].run(learned, [])
+
+
+def encoded(tower: Literal["frozen", "trained"]) -> list[int]:
+    """How many pictures a tower has encoded after a forward pass, and after a step besides."""
+    setup, samples = evolve(SETUP, tower=tower), pictures.samples_with_pictures(0)
+    with running(setup) as worker:
+        forward(worker, setup, samples)
+        assert worker.backend.tower is not None
+        after_forward = worker.backend.tower.encoded
+        train(worker, setup, 0, samples=samples)
+        return [after_forward, worker.backend.tower.encoded]
+
+
+@pytest.mark.parametrize(("tower", "counts"), [("frozen", [2, 4]), ("trained", [2, 6])])
+def test_a_rank_encodes_each_picture_once_a_pass(
+    runs: Runs, tower: Literal["frozen", "trained"], counts: list[int]
+) -> None:
+    """Two pictures, which several rows show; a step that trains the tower has a pass more."""
+    assert runs.rank_sets[1].run(encoded, tower) == [counts]

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     name, overrides, run_dir = args.name, list(args.overrides), ""
     if "=" in name:
         name, overrides = "", [name, *overrides]
-    if not args.config and (Path(name) / CONFIG_FILE).is_file():
+    if name and not args.config and (Path(name) / CONFIG_FILE).is_file():
         args.config, run_dir, name = str(Path(name) / CONFIG_FILE), name, ""
     if overrides and not args.config:
         raise ConfigError(f"{overrides[0]!r} is an override, but there is no config; pass --config FILE")

@@ -61,7 +61,7 @@ def check_named(name: str) -> Iterator[Report]:
             known = [each for kind in Kind for each in known_names(kind)]
             raise PluginNotFound(f"unknown plugin {name!r}{did_you_mean(name, known)}")
     except PluginError as error:
-        finding = finding_of(error, Kind.BACKENDS, name)
+        finding = finding_of(error, None, name)
         if Path(name).is_dir() or name.endswith(".toml"):
             finding = evolve(finding, fix=f"{finding.fix}; for a run's file: corerl doctor --config FILE")
         yield finding
@@ -161,11 +161,12 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
         yield ok(f"backend {loaded}: by default its processes get {shown}")
 
 
-def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
-    """The registry's error for an unusable plugin as a finding: why it matters and the command that fixes it."""
+def finding_of(error: PluginError, kind: Kind | None, name: str, entry: Entry | None = None) -> Finding:
+    """The registry's error for an unusable plugin, of a kind that may be unknown, as a finding: why it matters and the
+    command that fixes it."""
     useless = "it cannot be called" if kind is Kind.COMMANDS else "a run that selects it does not start"
     why = f"{useless}: {name!r} is not there"
-    fix = f"corerl plugins {kind.value}, which lists the names that are installed"
+    fix = " ".join(["corerl plugins", *([kind.value] if kind else [])]) + ", which lists the names that are installed"
     if isinstance(error, PluginNotFound):
         fix = error.install or fix
     elif isinstance(error, PluginConflict):

@@ -33,13 +33,14 @@ class Elastic:
         self._places: Places | None = None
 
     def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
-        config, scaling = plan.config, self._scaling
-        divided = config.run.has_engines and config.run.trains and config.cluster.placement == "disaggregated"
-        if scaling is None or scaling.scaler is not balance or divided or config.run.mode == "eval":  # of such a run
+        scaling = self._scaling
+        if scaling is None or scaling.scaler is not balance or plan.config.run.mode == "eval":  # of such a run
+            return None
+        if not (cure := needed_by_balance(plan)):
             return None
         problem = (
-            f"extensions.elastic.scaler: {scaling.name!r} moves devices between ranks and engines that have their own; "
-            "set run.mode='train' and cluster.placement='disaggregated', or remove it"
+            f"extensions.elastic.scaler: {scaling.name!r} moves devices, one by one, between ranks and engines that "
+            f"have their own; {cure}, or remove it"
         )
         return PlanAnswer(problems=[problem])
 
@@ -127,6 +128,16 @@ class Elastic:
             restart_by(run, plan, staying=[] if failure.ranks else [*run.roles])
         except CorerlError as error:
             raise InsufficientResources("; ".join([error.message, *silent])) from error
+
+
+def needed_by_balance(plan: PlanReady) -> str:
+    """What a run must change for `balance` to have a device to move; "" for nothing."""
+    config, placement = plan.config, plan.processes.placement
+    if not (config.run.has_engines and config.run.trains and config.cluster.placement == "disaggregated"):
+        return "set run.mode='train' and cluster.placement='disaggregated'"
+    if (width := placement.widths.get(ENGINES, 1)) > 1:
+        return f"let engines have one each, where these have {width}"
+    return ""
 
 
 def devices_of(run: RunGroups) -> Devices:

@@ -129,7 +129,8 @@ class PlainView:
             self._say(f"{'steps':>{wide}}{heading}{'left':>6}")
             self._headed = True
         cells = "".join(
-            f"{number(metrics[metric], metric) if metric in metrics else '':>{width}}" for _, metric, width in COLUMNS
+            f"{number(metrics[metric], metric, width - 1) if metric in metrics else '':>{width}}"
+            for _, metric, width in COLUMNS
         )
         self._say(f"{f'{step}/{total}':>{wide}}{cells}{left:>6}")
 

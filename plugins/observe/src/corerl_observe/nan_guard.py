@@ -44,7 +44,7 @@ class NanGuard:
         self._directory = Path(run_dir) / FINDINGS_DIR
         self._context: Context | None = None
         self._scales_loss = False  # with a loss scale, the backend skips a step now and then on purpose
-        self._model: torch.nn.Module | None = None
+        self._models: list[torch.nn.Module] = []  # the outermost, once they were called in a step
         self._found: list[str] = []  # in this step so far
 
     def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
@@ -55,7 +55,7 @@ class NanGuard:
     def forward_backward(self, batch: PackedBatch) -> Generator[None, GradientResult, GradientResult]:
         if self._options.inputs:
             self._found += in_columns(batch)
-        watching = self._watch_for_model() if self._options.parameters and self._model is None else None
+        watching = self._watch_for_models() if self._options.parameters and not self._models else None
         try:
             result = yield
         except BaseException as raised:
@@ -77,8 +77,8 @@ class NanGuard:
                 self._tell("optimizer_step", found, step)
             raise
         found += [*in_metrics(result.metrics), *in_norm(result, scales_loss=self._scales_loss)]
-        if self._model is not None:
-            found += in_parameters(self._model)
+        for model in self._models:
+            found += in_parameters(model)
         self._tell("optimizer_step", found, step)
         if found and self._options.action == "raise":
             raise self._error("optimizer_step", found)
@@ -124,12 +124,15 @@ class NanGuard:
         role = self._context.role if self._context else "role"
         return self._directory / f"{role}-{self._rank}.jsonl"
 
-    def _watch_for_model(self) -> torch.utils.hooks.RemovableHandle:
-        """Find the model, which backends do not expose: the first module called in a step is the outermost one."""
+    def _watch_for_models(self) -> torch.utils.hooks.RemovableHandle:
+        """Find the modules that are called in a step, which backends do not expose: the model, and before it the tower
+        of one that reads pictures. Those inside another one are not kept."""
+        inside: set[torch.nn.Module] = set()
 
         def seen(module: torch.nn.Module, inputs: object) -> None:
-            if self._model is None and any(True for _ in module.parameters()):
-                self._model = module
+            if module not in inside and any(True for _ in module.parameters()):
+                self._models.append(module)
+                inside.update(module.modules())
 
         return torch.nn.modules.module.register_module_forward_pre_hook(seen)
 

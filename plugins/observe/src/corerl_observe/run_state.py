@@ -7,6 +7,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from attrs import frozen
@@ -35,15 +36,19 @@ _FORMATS = {
 }
 
 
-def number(value: float | None, metric: str = "") -> str:
-    """A number in at most nine characters, with fixed decimals per metric so that columns line up; `-` for None."""
+def number(value: float | None, metric: str = "", width: int = 9) -> str:
+    """A number in at most `width` characters, with fixed decimals per metric so that columns line up, or with few
+    digits where these do not fit; `-` for None."""
     if value is None:
         return "-"
     form = _FORMATS.get(metric, ".3f")
     if metric == TOKENS_PER_SECOND and round(value, 1) < 10:
         form = ".1f"  # of a large model on CPUs the whole number says little
-    text = format(value, form)
-    return text if len(text) <= 9 else f"{value:.1e}"
+    for each in (form, ".1e", ".0e"):
+        text = format(value, each)
+        if len(text) <= width:
+            break
+    return text
 
 
 def prompt_text(answer: SampleShown) -> str:
@@ -273,12 +278,14 @@ class History:
     def recent(self, name: str, steps: int) -> float:
         """The average of a metric per step, over the last `steps` steps that ended. `time/step` says which ended, and
         only those that this history knows count."""
-        ended, _ = self.series("time/step")
+        ended = self._points.get("time/step")
         if not ended:
             return 0.0
-        first = max(ended[0], ended[-1] - steps + 1)
-        pairs = zip(*self.series(name), strict=True)
-        return sum(value for step, value in pairs if first <= step <= ended[-1]) / (ended[-1] - first + 1)
+        last = ended[-1][0]
+        first = max(ended[0][0], last - steps + 1)
+        # From the newest back: a display asks several times a second, also after many steps.
+        newest = takewhile(lambda point: point[0] >= first, reversed(self._points.get(name, [])))
+        return sum(value for step, value in newest if step <= last) / (last - first + 1)
 
 
 def _evaluated(name: str) -> bool:

@@ -37,11 +37,6 @@ class CurvesOptions:
     every: int = option("rollout steps between plots; 0 plots only at the end", default=100, validator=at_least(0))
 
 
-@frozen(kw_only=True)
-class TraceOptions:
-    """No options."""
-
-
 def _steps(_: Any, attribute: Attribute[Any], value: str) -> None:
     step_ranges(value)  # raises ValueError if it is not a list of steps
 
@@ -158,7 +153,7 @@ TENSORBOARD = _spec(
 CURVES = _spec("curves:Curves", CurvesOptions, "curves.png in the run directory", joins="default", place=40)
 TRACE = _spec(
     "trace:Trace",
-    TraceOptions,
+    NoOptions,
     "trace.json in the run directory: timeline of every process, for Perfetto",
     traces=True,
 )

@@ -20,13 +20,13 @@ from corerl.plugin import (
     Evaluated,
     Event,
     Idle,
+    NoOptions,
     Notice,
     PhaseStarted,
     RunFinished,
     Span,
     StepFinished,
 )
-from corerl_observe.specs import TraceOptions
 
 TRACE_FILE = "trace.json"
 DRIVER = "driver"
@@ -43,7 +43,7 @@ class Trace:
     An existing trace.json, such as a resumed run's, is kept as trace-1.json, and so on.
     """
 
-    def __init__(self, *, options: TraceOptions, run_dir: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, *, options: NoOptions, run_dir: str, clock: Callable[[], float] = time.time) -> None:
         self._path = Path(run_dir) / TRACE_FILE
         self._clock = clock
         self._file: IO[str] | None = None

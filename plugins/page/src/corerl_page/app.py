@@ -38,7 +38,7 @@ from starlette.routing import Route
 from corerl.messages import one_line, shorten
 from corerl_page.differences import differences
 from corerl_page.findings import CUT_OFF, bound_of, findings
-from corerl_page.runs import FAR, Run, by_engine, is_running, mean_diff, summaries
+from corerl_page.runs import FAR, Run, by_engine, is_running, mean_diff
 
 STATIC = Path(__file__).parent / "static"
 MOST = 500  # samples of one answer
@@ -170,7 +170,7 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
         },
         "engine": engine,
         "engines": [asdict(each) for each in engines],
-        "samples": summaries(found[offset : offset + limit]),
+        "samples": [asdict(each) for each in found[offset : offset + limit]],
     }
 
 

@@ -48,7 +48,8 @@ class Pieces:
         found, held = [], list[int]()
         for token in tokens.tolist():
             if token not in self._known:
-                self._known[token] = self._decode([token])
+                # Behind itself: some tokenizers leave out the space that a text begins with.
+                self._known[token] = self._decode([token, token])[len(self._decode([token])) :]
             piece = self._known[token]
             if PARTIAL in piece or held:
                 held.append(token)

@@ -7,12 +7,12 @@ import math
 import os
 import threading
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, define, field, frozen
+from attrs import define, field, frozen
 
 from corerl.config import CONFIG_FILE
 from corerl.observability import METRICS_FILE, NOTICES_FILE, SAMPLES_FILE
@@ -169,8 +169,9 @@ class Run:
         sizes = {name: (self.path / name).stat().st_size for name in FILES if (self.path / name).exists()}
         with self._lock:
             self._update_metrics()
-            ended = self._metrics.get("time/step") or self._metrics.get("eval/reward") or {-1: None}
-            done = 1 + max(ended)
+            # A step's metrics have its number, those of an evaluation how many steps were done before.
+            ended = {step + 1 for step in self._metrics.get("time/step", {})}
+            done = max({0, *ended, *self._metrics.get("eval/reward", {})})
         return {
             "name": self.name,
             "path": str(self.path),
@@ -290,10 +291,6 @@ def by_engine(found: Iterable[Summary]) -> list[OfEngine]:
     return sums
 
 
-def summaries(found: list[Summary]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in found]
-
-
 def finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -302,19 +299,11 @@ def is_running(run_dir: Path) -> bool:
     """Whether a process of this machine holds the run's lock. It is not tried: a run that starts in that moment would
     find it taken."""
     try:
-        stat = (run_dir / ".lock").stat()
+        stat, locks = (run_dir / ".lock").stat(), Path("/proc/locks").read_text()
     except OSError:
         return False
     place = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
-    return any(place in fields for fields in _locks())
-
-
-def _locks() -> Iterator[list[str]]:
-    try:
-        text = Path("/proc/locks").read_text()
-    except OSError:
-        return
-    yield from map(str.split, text.splitlines())
+    return any(place in line.split() for line in locks.splitlines())
 
 
 def runs_of(paths: list[Path]) -> list[Run]:

@@ -13,6 +13,7 @@ import uvicorn
 from corerl.errors import ConfigError
 from corerl_page.app import app
 from corerl_page.runs import runs_of
+from corerl_page.spec import PORTS
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,11 +26,16 @@ class Server:
     ) -> None:
         key, self.runs = secrets.token_urlsafe(24), runs_of(list(run_dirs))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        if port not in PORTS:
+            raise ConfigError(
+                f"cannot listen on port {port}, expected one of {PORTS[0]} to {PORTS[-1]}; 0 is a free one"
+            )
         try:
             self._socket = socket.create_server((address, port), family=family)
         except OSError as error:
+            why = str(error.strerror).partition(" (while")[0]  # Python adds what this line begins with
             raise ConfigError(
-                f"cannot listen on {address} port {port}: {error.strerror}; choose another port, or 0"
+                f"cannot listen on {address} port {port}: {why}; choose another address or port (0: a free one)"
             ) from error
         own = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
         host = f"[{own}]" if ":" in own else own

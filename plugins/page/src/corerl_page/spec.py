@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from corerl.config import at_least, option
+from corerl.config import at_least, between, option
 from corerl.plugin import CommandSpec, ExtensionSpec, Process
+
+PORTS = range(2**16)
 
 
 @frozen(kw_only=True)
@@ -17,7 +19,9 @@ class PageOptions:
     )
     every: int = option("rollout steps between those whose samples are kept", default=1, validator=at_least(1))
     serve: bool = option("show the page while the run goes on; its address is printed at the start", default=False)
-    port: int = option("port of that page on 127.0.0.1; 0 takes one that is free", default=0, validator=at_least(0))
+    port: int = option(
+        "port of that page on 127.0.0.1; 0 takes one that is free", default=0, validator=between(PORTS[0], PORTS[-1])
+    )
 
 
 PAGE = ExtensionSpec(

@@ -6,8 +6,8 @@ import json
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import define, field
 
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 TRACE_FILE = "trace.json"
 IDLE = "idle"  # the process whose tracks say what others waited for
 MEMORY = "memory"  # the track of when a process's memory slept
+CALLS = re.compile(r"calls( \d+)?")  # the tracks of a process's calls
+
+
+class Call(NamedTuple):
+    start: int  # microseconds
+    end: int
+    name: str
+    detail: str
 
 
 @define(eq=False)
@@ -106,36 +114,44 @@ class Timeline:
             origin, end = self._bounds
             waits = {track.name: track for track in self._tracks.values() if track.process == IDLE}
             found = []
-            for track in self._ordered():
-                if track.process in ("driver", IDLE) or track.name != "calls" or not track.starts:
-                    continue
-                idle = waits.get(track.process, waits.get("ranks") if " rank " in track.process else None)
+            for process, calls in self._calls().items():
+                idle = waits.get(process, waits.get("ranks") if " rank " in process else None)
                 causes: dict[str, float] = {}
                 for name, start, stop in zip(idle.names, idle.starts, idle.ends, strict=True) if idle else ():
                     causes[name] = causes.get(name, 0.0) + (stop - start) / 1e6
-                errors = [each for each in track.details if " error: " in each]
-                since = max(end - track.starts[0], 1)
+                last = max(calls, key=lambda call: call.end)
+                since = max(end - calls[0].start, 1)
                 found.append(
                     {
-                        "process": track.process,
-                        "state": self._state(track),
-                        "last": track.details[-1] or track.names[-1],
-                        "ended": (track.ends[-1] - origin) / 1e6,
-                        "calls": len(track.starts),
+                        "process": process,
+                        "state": self._state(process, last),
+                        "last": last.detail or last.name,
+                        "ended": (last.end - origin) / 1e6,
+                        "calls": len(calls),
                         "seconds": since / 1e6,
-                        "busy": _covered(track) / 1e6,
+                        "busy": _covered(calls) / 1e6,
                         "idle": causes,
-                        "errors": errors[-5:],
+                        "errors": [call.detail for call in calls if " error: " in call.detail][-5:],
                     }
                 )
             return sorted(found, key=lambda each: _natural(each["process"]))
 
-    def _state(self, track: Track) -> str:
-        if " error: " in track.details[-1]:
+    def _calls(self) -> dict[str, list[Call]]:
+        """Of each rank and engine, in order of their starts: also of those that work on several at once."""
+        found: dict[str, list[Call]] = {}
+        for track in self._ordered():
+            if track.process not in ("driver", IDLE) and CALLS.fullmatch(track.name):
+                found.setdefault(track.process, []).extend(
+                    map(Call, track.starts, track.ends, track.names, track.details)
+                )
+        return {process: sorted(calls) for process, calls in found.items() if calls}
+
+    def _state(self, process: str, last: Call) -> str:
+        if " error: " in last.detail:
             return "failed"
-        if track.names[-1] in ("shutdown", "close"):
+        if last.name in ("shutdown", "close"):
             return "ended"
-        return "asleep" if track.process in self._asleep else "awake"
+        return "asleep" if process in self._asleep else "awake"
 
     def _ordered(self) -> Iterator[Track]:
         """The driver first, then idle time, then ranks and engines as they appeared."""
@@ -191,10 +207,10 @@ def _natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D+)(\d*)", name)]
 
 
-def _covered(track: Track) -> int:
-    """Microseconds in which at least one slice was going on."""
+def _covered(calls: Sequence[Call]) -> int:
+    """Microseconds in which at least one call was going on."""
     covered, until = 0, 0
-    for start, end in zip(track.starts, track.ends, strict=True):
+    for start, end, *_ in calls:
         covered += max(0, end - max(start, until))
         until = max(until, end)
     return covered

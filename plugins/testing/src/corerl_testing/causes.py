@@ -156,7 +156,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
     ),
     "C22": ("weights_version is not saved with the checkpoint", "the version is compared after the first bucket"),
     "C46": ("all buckets are gathered before the first is sent", "a fused parameter is gathered for each of its parts"),
-    "C47": ("an engine's failure is raised, not reported by commit", "the rest of the buckets are not gathered"),
+    "C47": ("an engine's failure is raised, not reported by finish", "the rest of the buckets are not gathered"),
     "C64": ("buffers are not in buffers()", "they are rounded to weights.dtype", "the optimizer has them"),
     "C73": ("adapters are not merged", "they are merged without the scale, or into the weights themselves"),
     # ---- memory ------------------------------------------------------------------------------------------------------

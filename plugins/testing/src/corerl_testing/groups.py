@@ -23,7 +23,7 @@ from corerl.config.schema import BackendChoice, ExtensionChoice, RoleChoice, Rol
 from corerl.engines import EngineContext, GenerateRequest, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
-from corerl.errors import CorerlError, EngineFailed
+from corerl.errors import EngineFailed
 from corerl.plan.models import build_models, load_configs
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import RolePlan, plan_role
@@ -34,7 +34,7 @@ from corerl.trainer.group import StoredBatch, TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights import Address
 from corerl_testing import wrappers
-from corerl_testing.harness import LOSS, Setup, samples_at, step_at
+from corerl_testing.harness import LOSS, Setup, error_of, samples_at, step_at
 
 ENGINE = "transformers"
 # torch reads the first on import; Ray would set it to 1, the number of CPUs that a process requests. All ranks together
@@ -205,14 +205,6 @@ def wrapped(setup: Setup, ranks: int, slots: Sequence[Slot], run_dir: Path) -> W
         calls = [tuple(json.loads(line)) for line in (run_dir / "calls.jsonl").read_text().splitlines()]
         processes = [json.loads((run_dir / f"process-{rank}.json").read_text()) for rank in range(ranks)]
         os.kill(processes[-1]["pid"], signal.SIGKILL)
-        died = _error(lambda: train(group, setup, 3))
-        then = _error(lambda: group.clear_memory().result())
+        died = error_of(lambda: train(group, setup, 3))
+        then = error_of(lambda: group.clear_memory().result())
     return Wrapped(results=results, logprobs=column, calls=calls, processes=processes, died=died, then=then)
-
-
-def _error(call: Any) -> str:
-    try:
-        call()
-    except CorerlError as error:
-        return f"{type(error).__name__}: {error.message}"
-    return ""

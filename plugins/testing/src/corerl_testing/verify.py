@@ -120,11 +120,15 @@ def _backend(args: argparse.Namespace) -> list[str]:
 
 
 def _algorithm(args: argparse.Namespace) -> list[str]:
-    """The arguments of pytest for the algorithm. Raises CorerlError if its name is unknown, or a setting is wrong."""
+    """The arguments of pytest for the algorithm. Raises CorerlError if its name is unknown, or a setting is wrong or a
+    backend's."""
     from corerl.config import config_of
+    from corerl.errors import UserError
     from corerl.plan.resolve import resolve_tables
     from corerl.plugin import Kind, load
 
+    if args.option:
+        raise UserError(f"--option {args.option[0]}: is of a backend; write the settings of an algorithm without it")
     load(Kind.ALGORITHMS, args.algorithm)
     given = {"backend": {"name": "plain"}, "rollout": {"engine": "fake"}, "algorithm": {"name": args.algorithm}}
     resolve_tables(config_of(given, args.names))

@@ -8,16 +8,11 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve
 
-from corerl.plugin import API, ExtensionSpec, Process
+from corerl.plugin import API, ExtensionSpec, NoOptions, Process
 
 NAMES = ("FIRST", "SECOND", "THIRD")
-
-
-@frozen(kw_only=True)
-class WrapperConfig:
-    """No options."""
 
 
 class Wrapper:
@@ -25,7 +20,7 @@ class Wrapper:
 
     name: str
 
-    def __init__(self, options: WrapperConfig, run_dir: str) -> None:
+    def __init__(self, options: NoOptions, run_dir: str) -> None:
         self.file = Path(run_dir) / "calls.jsonl"
 
     def around(self, hook: str) -> Generator[None, Any, Any]:
@@ -75,7 +70,7 @@ class Third(Wrapper):
 
 FIRST = ExtensionSpec(
     implementation=f"{__name__}:First",
-    config=WrapperConfig,
+    config=NoOptions,
     api=API,
     summary="reports every call",
     process=Process.WORKER,

@@ -12,7 +12,7 @@ from corerl.config import ModelConfig
 from corerl.pictures import Picture
 from corerl.plugin.pictures import picture_inputs
 from corerl.types import PICTURE, SampleBatch, TrainResult, offsets_of
-from corerl_testing.harness import TEMPERATURES, Setup, forward, make_samples, running, start, step_at, train
+from corerl_testing.harness import TEMPERATURES, Setup, make_samples, start, step_at, train
 from corerl_testing.scenarios.training import Trained, taken
 
 BEGIN, END, OTHER = 7, 8, 9  # tokens before and after a picture, and any other
@@ -112,16 +112,3 @@ def train_on_pictures(
         return result
 
     return taken(worker, init, numbers, take)
-
-
-def pictures_encoded(setup: Setup) -> list[int]:
-    """How many pictures a rank's tower has encoded after a forward pass, and after a step besides."""
-    with running(setup) as worker:
-        samples = samples_with_pictures(0)
-        forward(worker, setup, samples)
-        tower = worker.backend.tower
-        if tower is None:
-            return []
-        after_forward = tower.encoded
-        train(worker, setup, 0, samples=samples)
-        return [after_forward, tower.encoded]
