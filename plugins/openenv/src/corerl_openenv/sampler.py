@@ -78,7 +78,8 @@ class Environment:
     options: OpenEnvConfig
 
     async def play(self, episode: Episode) -> list[float]:
-        """The reward of each turn. An answer that is no action ends the episode, and is worth 0."""
+        """The reward of each turn. An answer that is no action, or that had no room, ends the episode, and is worth
+        0."""
         system = self.actions.instruction if self.options.system is None else self.options.system
         messages = [{"role": "system", "content": system}] if system else []
         rewards: list[float] = []
@@ -88,12 +89,13 @@ class Environment:
                 messages.append({"role": "user", "content": shown(result.observation)})
                 choice = await episode.chat_async(messages)
                 messages.append(choice["message"])
-                action = self.actions.read(choice["message"]["content"] or "")
+                said, cut = choice["message"]["content"] or "", choice["finish_reason"] == "length"
+                action = self.actions.read(said) if said or not cut else None
                 if action is None:
                     return [*rewards, 0.0]
                 result = await client.step(action)
                 rewards.append(float(result.reward or 0.0))
-                if choice["finish_reason"] == "length":
+                if cut:
                     break
         return rewards
 
