@@ -202,7 +202,7 @@ class Conversation:
         )
         return Conversation(
             messages=() if asked.by_tokens else (*asked.messages, answer.message),
-            text=answer.text,
+            text=answer.text if len(asked.tokens) else self.text + answer.text,  # of an answer in pieces: all of it
             answers={} if asked.by_tokens else {**self.answers, len(asked.messages): answer.parts},
             by_tokens=asked.by_tokens,
             tools=asked.tools,
