@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from attrs import field, frozen
 
@@ -109,8 +110,11 @@ def _filled(argument: str, values: Mapping[str, str]) -> str:
 
 
 def _environment(values: Mapping[str, str]) -> dict[str, str]:
+    # The episode's server is not behind a proxy that this machine asks others by.
+    direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(values["base_url"]).hostname]
     return {
         **os.environ,
+        **dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, direct))),
         "OPENAI_BASE_URL": values["base_url"],
         "OPENAI_API_KEY": values["api_key"],
         "ANTHROPIC_BASE_URL": values["anthropic_url"],
