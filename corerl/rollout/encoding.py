@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -156,25 +157,42 @@ def render(
     """The text of a chat, up to where the assistant's answer begins; a last message of the assistant is the beginning
     of that answer. Without `generation_prompt` it ends with the last message. Raises Rejected, saying why."""
     goes_on = messages[-1]["role"] == "assistant"
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt and not goes_on,
-                continue_final_message=goes_on,
-                **(options or {}),
+    forms, errors = [[dict(message) for message in messages]], list[Exception]()
+    if any(message.get("tool_calls") for message in messages):
+        forms.append([_with_text_arguments(message) for message in messages])
+    for form in forms:
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    form,
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt and not goes_on,
+                    continue_final_message=goes_on,
+                    **(options or {}),
+                )
             )
-        )
-    # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on any
-    # input they were not written for, in any way.
-    except Exception as error:
-        roles = ", ".join(str(message["role"]) for message in messages)
-        why = shorten(one_line(error), LONGEST_LINE)
-        raise Rejected(
-            f"the tokenizer's chat template rejects its messages ({why}); their roles are: {roles}"
-        ) from error
+        # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on
+        # any input they were not written for, in any way.
+        except Exception as error:
+            errors.append(error)
+    roles = ", ".join(str(message["role"]) for message in messages)
+    why = shorten(one_line(errors[0]), LONGEST_LINE)
+    raise Rejected(f"the tokenizer's chat template rejects its messages ({why}); their roles are: {roles}") from errors[
+        0
+    ]
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With the arguments of its tool calls as JSON text, as the templates of DeepSeek R1, V3 and V3.1 have them."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            text = json.dumps(function["arguments"], ensure_ascii=False, default=str)
+            call = {**call, "function": {**function, "arguments": text}}
+        calls.append(call)
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.pictures import FoundPicture
-from corerl.rollout.encoding import PromptCheck, encode, expand, require_encodable
+from corerl.rollout.encoding import PromptCheck, Rejected, encode, expand, render, require_encodable
 from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.refused import Refused
 from tests.tiny_pictures import TinyOptions, TinyReader
@@ -148,6 +148,20 @@ def test_a_rows_template_arguments_that_nothing_reads_are_refused() -> None:
         found = skips(evolve(CHAT, template_options={name: True}), tokenizer(BRIEF))
         assert found.startswith(f"chat_template_kwargs.{name}: ") and why in found
     assert skips(evolve(CHAT, template_options={"brief": True}), tokenizer(BRIEF)) == ""
+
+
+def test_arguments_of_calls_are_text_where_the_template_joins_them() -> None:
+    """As the templates of DeepSeek R1, V3 and V3.1 do; others write an object themselves."""
+    function = {"name": "f", "arguments": {"a": 1}}
+    called = ({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},)
+    for written, text in (("'1' + call.function.arguments", '1{"a": 1}'), ("call.function.arguments.a", "1")):
+        ours = tokenizer(
+            "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}{{ " + written + " }}"
+            "{% endfor %}{% endfor %}"
+        )
+        assert render(ours, [*called, CHAT.messages[0]]) == f"{text}12"
+    with pytest.raises(Rejected, match="no arguments"):  # in neither form
+        render(tokenizer("{{ raise_exception('no arguments') }}"), [*called, CHAT.messages[0]])
 
 
 # ---- which prompts a run can sample from -----------------------------------------------------------------------------

@@ -50,6 +50,16 @@ def test_a_reward_is_printed_posted_or_the_runs(play: Play, what: str, outcome: 
     assert play(agent(what), samples=1, prompts=PROMPTS[:1]).outcomes == [outcome]
 
 
+def test_a_proxy_of_the_machine_is_not_asked_for_episodes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setenv("no_proxy", "example.org")
+    known = "assert os.environ['NO_PROXY'] == 'example.org,127.0.0.1'"
+    code = f"import os, sys, urllib.request as r; r.urlopen(sys.argv[1]).read(); {known}"
+    command = command_of([sys.executable, "-Sc", code, "{base_url}/models"])
+    (outcome,) = play(command, samples=1, prompts=PROMPTS[:1]).outcomes
+    assert isinstance(outcome, Failure) and outcome.kind == "silent"  # it has asked for nothing else
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [

@@ -235,6 +235,36 @@ def test_an_answer_with_calls_stays_as_it_was_sampled() -> None:
         assert (difference.number, difference.changed) == (1, True)
 
 
+RESULT_ALONE = "message['role'] == 'tool' and not (loop.previtem['tool_calls'] or loop.previtem['role'] == 'tool')"
+TWO_ANSWERS = "messages | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls') | list | length > 2"
+
+
+@pytest.mark.parametrize("refused", [RESULT_ALONE, TWO_ANSWERS])  # by gpt-oss's and MiniMax M2's; by Mistral's
+def test_a_template_that_wants_the_calls_of_results_is_shown_them(refused: str) -> None:
+    _, ours = calling()
+    message = "{{ message['content'] }}{% for call in message['tool_calls'] or [] %}({{ call | tojson }}){% endfor %}"
+    refusing = f"{{% if {refused} %}}{{{{ raise_exception('no call') }}}}{{% endif %}}{message}"
+    ours.chat_template = TEMPLATE.replace("{{ message['content'] }}", refusing)
+    renderer, tools = Renderer(ours, FORMATS["hermes"]), [{"name": "t"}]
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    conversation, messages = Conversation(), [USER]
+
+    def ask() -> RenderedRequest:
+        return renderer.ask(conversation, read_messages(messages), tools)
+
+    for _ in range(2):
+        answer = renderer.answer(asked := ask(), said, PARAMS)
+        conversation = conversation.answered(asked, answer, drawn(said.tolist()))
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "9"} for call in answer.calls]
+        messages += [answer.message, *results]
+    turn = f"{CALLS}<eos>;t:9<eos>;t:9<eos>;a:"
+    assert ours.decode(conversation.tokens) + ours.decode(ask().tokens) == f"<bos>tu:12<eos>;a:{turn}{turn}"
+    conversation = conversation.answered(asked, answer, drawn(said[:-1].tolist()))  # such as by a stop text
+    messages += messages[-3:]
+    with pytest.raises(Diverges, match="ends the last answer otherwise than the policy did"):
+        ask()
+
+
 def test_calls_that_cannot_be_read_stay_text() -> None:
     renderer, ours = calling()
     without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))

@@ -21,6 +21,7 @@ from corerl.config import ModelConfig, RolloutConfig
 from corerl.engines import GenerateRequest, Generation
 from corerl.models import load_tokenizer
 from corerl.rollout import Rollout, ScoredRollout
+from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode
 from corerl_agents.script import scripted
 from corerl_testing import exact_fraction, read_rollout, write_rollout
@@ -205,6 +206,19 @@ def test_max_rows_bounds_the_rows_of_an_episode(play: Play) -> None:
     assert len(rollout.batch) == 1 and rollout.outcomes == [None]
     told.clear()
     assert len(play(many, samples=1, prompts=ONE, max_rows=3).batch) == 3 and len(told) == 1
+
+
+def unreadable(text: str, tools: list[Any]) -> Any:
+    raise KeyError("name")
+
+
+def test_an_answer_that_cannot_be_read_takes_no_row() -> None:
+    options = EpisodesConfig(tool_calls=f"{__name__}:unreadable", max_rows=1)
+    with scripted(ONE[0], ["1", "2"], options=options) as script:
+        with pytest.raises(RuntimeError, match="KeyError: 'name'"):
+            asking(script.episode, [], "5>", tools=[{"type": "function", "function": {"name": "add"}}])
+        asking(script.episode, [], "5>")
+        assert script.rows == [[("user: 5><|end|>\nassistant: ", False), ("2<|end|>", True)]]
 
 
 # ---- requests side by side -------------------------------------------------------------------------------------------

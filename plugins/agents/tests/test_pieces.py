@@ -95,6 +95,16 @@ def test_an_answer_in_parts_has_a_whole_ones_tokens(calls: int, play: Play) -> N
     assert_equal(first, play(two_turns(True), generate=whole, params=LONG, calls=calls, stream_tokens=0))
 
 
+def test_episode_chat_samples_its_answer_whole(play: Play) -> None:
+    def asks(episode: Episode) -> float:
+        return len(episode.chat(episode.messages, stream=True)["message"]["content"])
+
+    oracle = Oracle()
+    rollout = play(asks, generate=oracle, samples=2, params=LONG, stream_tokens=1)
+    assert rollout.outcomes == list(map(len, rollout.texts)) and max(map(len, rollout.texts)) > 1
+    assert sum(map(len, oracle.requests)) == 4
+
+
 def test_a_client_reads_the_beginning_before_the_end_is_sampled(play: Play) -> None:
     read = threading.Event()
 

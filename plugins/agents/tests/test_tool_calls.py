@@ -45,6 +45,7 @@ TAUGHT = {
     '<｜DSML｜function_calls>\n<｜DSML｜invoke name="$FUNCTION_NAME">': "deepseek-dsml",
     "<|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>": "kimi",
     '{{- "<|start|>assistant to=functions." ~ tool_call.name ~ "<|channel|>commentary " }}': "gpt-oss",
+    '{{- "<|start|>assistant to=" }}{{- "functions." + tool_call.name }} ... {{- "<|start|>functions." +': "gpt-oss",
     r'<minimax:tool_call>\n<invoke name="tool-name-1">': "minimax",
     "{{- '[TOOL_CALLS]' + tool.function.name + '[ARGS]' }}": "mistral",
     "{{ message.content }}": "",

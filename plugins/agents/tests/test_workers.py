@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from corerl.errors import ConfigError, WorkerDied
 from corerl.rollout import Failure
 from corerl_agents import workers
+from corerl_agents.commands import FILES
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.workers import Gone, LocalProcess, PlayedByWorkers
 from plugins.agents.tests import worker_functions
@@ -69,6 +71,17 @@ def test_a_worker_asks_side_by_side(play: Play, start: Start) -> None:
 
 def test_a_worker_imports_what_its_function_needs_alone(play: Play, start: Start) -> None:
     assert play(start("heavy", 1), samples=1).outcomes == [0.0, 0.0]
+
+
+def test_driver_and_workers_may_open_more_than_1024_files(play: Play, start: Start) -> None:
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        outcomes = play(start("open_files", 1), samples=1).outcomes
+        wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+        assert outcomes == [resource.getrlimit(resource.RLIMIT_NOFILE)[0]] * 2 == [wanted] * 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_refusal_is_that_of_the_driver(play: Play, start: Start) -> None:

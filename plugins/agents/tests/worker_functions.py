@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -46,6 +47,12 @@ def waits_for_a_word(episode: Episode, *, directory: str) -> float:
     while not Path(directory, "word").exists():
         time.sleep(0.02)
     return 1.0
+
+
+def open_files(episode: Episode) -> float:
+    """How many its process may have."""
+    episode.chat(episode.messages, max_tokens=1)
+    return float(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def directory(episode: Episode) -> dict[str, float]:

@@ -29,12 +29,12 @@ class Shown(Observation):
 class Letters(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def reset(self, seed=None, episode_id=None, first="abcd", **_):
-        self.asked, self.turns = first[seed % len(first)], 0
+    def reset(self, seed=None, episode_id=None, first="abcd", refused="!", **_):
+        self.asked, self.turns, self.refused = first[seed % len(first)], 0, refused
         return Shown(text=self.asked)
 
     def step(self, action, timeout_s=None, **_):
-        if action.letter == "!":
+        if action.letter == self.refused:
             raise ValueError("no such letter")
         self.turns += 1
         return Shown(text=self.asked, reward=float(action.letter[:1] == self.asked), done=self.turns == 2)

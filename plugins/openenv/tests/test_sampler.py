@@ -91,10 +91,11 @@ def environment() -> Iterator[Environment]:
         yield Environment(url=server.url, actions=Actions(schema=schema_of(server.url)), options=options())
 
 
-def played(environment: Environment, answers: list[str], *, seed: int = 2) -> tuple[Scripted, Judged | Failure]:
-    """The episode of a seed, to whose requests a script answers; what it gives."""
+def played(environment: Environment, answers: list[str], *, tokens: int = 999) -> tuple[Scripted, Judged | Failure]:
+    """The episode of seed 2, to whose requests a script answers; what it gives."""
     function = Play(name="my-letters", function=environment.play)
-    with scripted(Prompt(index=7, text="letters", answer="", fields={"seed": seed}), answers) as script:
+    prompt = Prompt(index=7, text="letters", answer="", fields={"seed": 2})
+    with scripted(prompt, answers, rollout=RolloutConfig(max_tokens=tokens)) as script:
         outcome = asyncio.run(asyncio.wait_for(function.play(script.episode), paced(60)))
         assert isinstance(outcome, Judged | Failure)
         return script, outcome
@@ -109,6 +110,13 @@ def test_each_turn_has_the_reward_of_its_step(environment: Environment) -> None:
     few = evolve(environment, options=options(turns=1, system="", reset={"first": "xyz"}))
     script, outcome = played(few, ["z", "z"])
     assert outcome == Judged(reward=1.0, turns=(1.0,)) and script.asked == [["z"]]
+
+
+@pytest.mark.processes
+def test_an_answer_without_room_is_no_action(environment: Environment) -> None:
+    strict = evolve(environment, options=options(reset={"refused": ""}))
+    assert isinstance(played(strict, ["c", ""])[1], Failure)
+    assert played(strict, ["c"], tokens=10)[1] == Judged(reward=1.0, turns=(1.0, 0.0))
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import resource
 import selectors
 import shutil
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from attrs import field, frozen
 
@@ -30,6 +32,7 @@ CHUNK = 64 * 2**10  # bytes read at once
 KEPT = 64 * 2**10  # bytes of the end of each output that are kept
 MOST = 64 * 2**20  # bytes of output after which a command is killed
 LINES, SAID = 5, 600  # last lines of output in a failure's message, and their characters
+FILES = 2**16  # that a process which plays episodes may have open
 ROUNDS, PAUSE = 100, 0.02  # what is left is killed again, as it may start others meanwhile; seconds between
 PLACEHOLDERS = ("base_url", "anthropic_url", "model", "api_key", "prompt_file")
 OF_ROLES = ("base_url", "anthropic_url")  # of each role: {base_url_white}
@@ -107,8 +110,11 @@ def _filled(argument: str, values: Mapping[str, str]) -> str:
 
 
 def _environment(values: Mapping[str, str]) -> dict[str, str]:
+    # The episode's server is not behind a proxy that this machine asks others by.
+    direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(values["base_url"]).hostname]
     return {
         **os.environ,
+        **dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, direct))),
         "OPENAI_BASE_URL": values["base_url"],
         "OPENAI_API_KEY": values["api_key"],
         "ANTHROPIC_BASE_URL": values["anthropic_url"],
@@ -154,6 +160,15 @@ def _note_number() -> None:
         "samplers.episodes.command: a last line of output that is a number is the episode's reward; if it is not meant "
         "as one, let the command print another line behind it"
     )
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit. A command takes four files while it runs, and each client's connection one: the
+    1,024 of many systems are too few for the 256 episodes that `concurrency` allows by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if resource.RLIM_INFINITY != soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

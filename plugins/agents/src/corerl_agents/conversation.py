@@ -202,7 +202,7 @@ class Conversation:
         )
         return Conversation(
             messages=() if asked.by_tokens else (*asked.messages, answer.message),
-            text=answer.text,
+            text=answer.text if len(asked.tokens) else self.text + answer.text,  # of an answer in pieces: all of it
             answers={} if asked.by_tokens else {**self.answers, len(asked.messages): answer.parts},
             by_tokens=asked.by_tokens,
             tools=asked.tools,
@@ -329,8 +329,9 @@ class Renderer:
         self._separate_reasoning = separate_reasoning
         self._unread = unread
         self._openings = Openings(tokenizer)
+        self._special_names = special_tokens_of(tokenizer)  # by id
         # The headers of gpt-oss's messages have a word that is no special token.
-        names = sorted(map(re.escape, special_tokens_of(tokenizer).values()), key=len, reverse=True)
+        names = sorted(map(re.escape, self._special_names.values()), key=len, reverse=True)
         self._special = re.compile("|".join([r"(?:<\|start\|>assistant)?<\|channel\|>\w+<\|message\|>", *names]))
         self._tokenizer = tokenizer
         self._following = FollowingTexts(tokenizer)
@@ -417,18 +418,25 @@ class Renderer:
             return plain(self._tokenizer, [text])[0], text, self._opened(text, messages, tools, options)
         # Find what the template writes after the last answer, whatever it makes of the answer itself.
         mark = uuid.uuid4().hex
-        # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once.
-        texts = [
-            {"role": message["role"], "content": message["content"]} if number in conversation.answers else message
-            for number, message in enumerate(messages)
-        ]
-        texts[known - 1] = {"role": "assistant", "content": mark}
-        # An answer and the beginning that its request gave it are one message.
-        beginnings = {number - 1 for number in conversation.answers if texts[number - 1]["role"] == "assistant"}
-        marked = [message for number, message in enumerate(texts) if number not in beginnings]
-        before, found, following = self._rendered(marked, tools, options).rpartition(mark)
+        # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once. Others
+        # refuse the results of calls that they are not shown: those of gpt-oss, MiniMax M2 and Mistral.
+        marked = _marked(messages, conversation, mark)
+        with_calls = False
+        try:
+            written = self._rendered(marked, tools, options)
+        except Refused:
+            marked = _marked(messages, conversation, mark, calls=True)
+            with_calls = bool(messages[known - 1].get("tool_calls"))
+            written = self._rendered(marked, tools, options)
+        before, found, following = written.rpartition(mark)
         if not found:
             raise Diverges("messages: the chat template omits the last answer, so nothing can follow it")
+        last = int(conversation.tokens[-1])
+        if with_calls:  # behind the mark is the end of a call, which the policy wrote itself, then what ends the answer
+            end = self._special_names.get(last, "")
+            if not end or end not in following:
+                raise Diverges("messages: the chat template ends the last answer otherwise than the policy did")
+            following = following[following.index(end) :]
         had = conversation.options
         if options != had and before != self._rendered(marked, tools, had).rpartition(mark)[0]:
             raise Diverges(
@@ -437,7 +445,7 @@ class Renderer:
             )
         tokens = self._following.encode(following)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
-        ended = tokens[:1] == conversation.tokens[-1:].tolist()
+        ended = tokens[:1] == [last]
         return tokens[1:] if ended else tokens, following, self._opened(following, marked, tools, options)
 
     def _opened(
@@ -522,6 +530,28 @@ class Renderer:
             reasoning=reasoning if apart else "",
             parts=(reasoning, rest),
         )
+
+
+def _marked(
+    messages: Sequence[Message], conversation: Conversation, mark: str, *, calls: bool = False
+) -> list[Message]:
+    """These messages with the mark in the place of the conversation's last answer, or where `calls` are shown, of the
+    arguments of its last call. Answers have no other fields than role, content and these."""
+    texts = list(messages)
+    for number in conversation.answers:
+        message = messages[number]
+        shown = {"tool_calls": message["tool_calls"]} if calls and message.get("tool_calls") else {}
+        texts[number] = {"role": message["role"], "content": message["content"], **shown}
+    place = len(conversation.messages) - 1
+    if "tool_calls" in texts[place]:
+        *others, call = texts[place]["tool_calls"]
+        call = {**call, "function": {**call["function"], "arguments": {"mark": mark}}}
+        texts[place] = {**texts[place], "tool_calls": [*others, call]}
+    else:
+        texts[place] = {"role": "assistant", "content": mark}
+    # An answer and the beginning that its request gave it are one message.
+    beginnings = {number - 1 for number in conversation.answers if texts[number - 1]["role"] == "assistant"}
+    return [message for number, message in enumerate(texts) if number not in beginnings]
 
 
 @functools.cache

@@ -100,7 +100,9 @@ class Episode:
         return _choice(await asyncio.wrap_future(self._ask(messages, parameters)))
 
     def _ask(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        return self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
+        body = {"model": self.model, "messages": messages, **parameters}
+        # The answer is returned whole: a stream's parts would only be more calls of the engines.
+        return self._server.ask(self.base_url, {**body, "stream": False} if body.get("stream") is True else body)
 
 
 def _in_coroutine() -> bool:
@@ -124,6 +126,7 @@ class EpisodeFunction:
     """A user's function with its name in the config and its options."""
 
     setting: ClassVar[str] = "samplers.episodes.function"  # with the name
+    limit: ClassVar[str] = "samplers.episodes.timeout"
     name: str
     # (episode, **options) -> WANTED, or that of each role by name; or an awaitable of it
     function: Callable[..., Any]
@@ -172,7 +175,7 @@ class EpisodeFunction:
         """End what it has started, as the run ends."""
 
     def late(self, timeout: float, prompt: Prompt) -> Failure:
-        return self.failure("timeout", f"took longer than samplers.episodes.timeout={timeout:g} seconds", prompt)
+        return self.failure("timeout", f"took longer than {self.limit}={timeout:g} seconds", prompt)
 
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
         message = f"{self.setting} {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"

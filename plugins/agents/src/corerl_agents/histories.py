@@ -101,7 +101,7 @@ class History:
         for history in found:
             for after in history.following:
                 had = after.conversation.tokens
-                if len(had) < len(tokens) and np.array_equal(had, tokens[: len(had)]):
+                if np.array_equal(had, tokens[: len(had)]):
                     found.append(after)
         return max(found, key=lambda history: (len(history.conversation.tokens), not history.live_turns))
 

@@ -24,9 +24,7 @@ class HttpClient:
     def ask(self, base_url: str, body: Mapping[str, Any]) -> Future[dict[str, Any]]:
         """What a POST of this body to `base_url`/chat/completions is answered. Whoever cancels the future is a client
         that has gone."""
-        # The answer is returned whole, streamed or not.
-        content = json.dumps({**body, "stream": False} if body.get("stream") is True else body)
-        answer: Future[dict[str, Any]] = Future()
+        content, answer = json.dumps(body), Future[dict[str, Any]]()
         # A thread of its own: as many may wait as there are episodes.
         threading.Thread(target=self._ask, args=(urlsplit(base_url), content, answer), daemon=True).start()
         return answer

@@ -414,13 +414,13 @@ class EpisodeRunner:
         (turn,) = (turn for turn in history.turns if turn.request is request)
         try:
             generation = await self._sampled(generate, asked, turn)
-        except Refused:
+            lost = self._pictures is not None and self._pictures.placeholder in generation.tokens[-1:]
+            if lost:  # a sampled placeholder stands for no picture: it ends the answer, and nothing can follow it
+                generation = evolve(generation, truncated=np.ones(1, np.bool_))
+            answer = self._renderer.answer(asked, generation.tokens, request.params)
+        except Exception:  # such as of what reads tool calls: the same request has the same noise, and no row more
             history.turns.remove(turn)
             raise
-        lost = self._pictures is not None and self._pictures.placeholder in generation.tokens[-1:]
-        if lost:  # a sampled placeholder stands for no picture: it ends the answer, and nothing can follow it
-            generation = evolve(generation, truncated=np.ones(1, np.bool_))
-        answer = self._renderer.answer(asked, generation.tokens, request.params)
         conversation = history.conversation.answered(asked, answer, generation)
         turn.after = History(
             key=int(request.noise_keys[0]),

@@ -16,6 +16,7 @@ from corerl.ops import hash_key
 from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
 from corerl.types import PICTURE, ROLE, TURN_REWARDS, Array, Output, SampleBatch, all_shown, offsets_of
 from corerl_agents.chat_server import LOOPBACK, ChatServer
+from corerl_agents.commands import allow_open_files
 from corerl_agents.config import AUTO, EpisodesConfig
 from corerl_agents.conversation import Row
 from corerl_agents.episodes import EpisodeFunction
@@ -52,8 +53,9 @@ class EpisodeSampler(Sampler):
         server: ChatServer | None = None,
     ) -> None:
         """`function` and `server` in place of those that the options and the run's sampling name. From now on this
-        process collects garbage less often, unless it never does."""
+        process may open more files, and collects garbage less often, unless it never does."""
         super().__init__(options, context)
+        allow_open_files()
         if 0 < gc.get_threshold()[0] < COLLECT_AFTER:
             gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
         params = context.params

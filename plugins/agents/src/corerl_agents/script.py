@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,6 @@ def scripted(
     if not params.stop_tokens:
         raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
     longest = 0 if rollout is LONG else rollout.context_length or _positions(model)
-    loop = EventLoop("script")
-    server = ChatServer(loop, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     handed: Future[Episode] = Future()
     over = threading.Event()
 
@@ -134,7 +132,10 @@ def scripted(
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
         return _generated(answers[begun.index(turn)], request, tokenizer)
 
-    async def run() -> None:
+    with (
+        closing(EventLoop("script")) as loop,
+        closing(ChatServer(loop, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)) as server,
+    ):
         runner = EpisodeRunner(
             server=server,
             tokenizer=tokenizer,
@@ -145,16 +146,12 @@ def scripted(
             template_options=template_options,
             special_tokens=special_tokens,
         )
-        await runner.play([states], policy)
-
-    playing = loop.begin(run())
-    try:
-        yield Scripted(episode=handed.result(), tokenizer=tokenizer, states=states, asked=asked)
-    finally:
-        over.set()
-        playing.result()
-        server.close()
-        loop.close()
+        playing = loop.begin(runner.play([states], policy))
+        try:
+            yield Scripted(episode=handed.result(), tokenizer=tokenizer, states=states, asked=asked)
+        finally:
+            over.set()
+            playing.result()
 
 
 def _positions(model: ModelConfig | None) -> int:

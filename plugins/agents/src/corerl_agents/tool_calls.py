@@ -195,7 +195,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         closing=r"\s*<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
     ),
     "gpt-oss": ToolFormat(  # gpt-oss
-        taught=r"to=functions\.",
+        taught=r"to=functions\.|<\|start\|>functions\.",
         begins=("<|start|>", "<|channel|>", "to=functions."),
         opening=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? ?\bto=functions\.(?P<name>[\w.-]+)\s*"
         r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>\s*",

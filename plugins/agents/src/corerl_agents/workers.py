@@ -28,7 +28,7 @@ from attrs import field, frozen
 from corerl.data import Prompt
 from corerl.errors import ConfigError, WorkerDied
 from corerl.rollout import EventLoop, Failure, ServingProcess, described, exit_status
-from corerl_agents.commands import EpisodeCommand, command_of
+from corerl_agents.commands import EpisodeCommand, allow_open_files, command_of
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction, Played, resolve_function
 from corerl_agents.http_client import HttpClient
@@ -336,6 +336,7 @@ def _serve(connection: Connection, options: EpisodesConfig, directory: str) -> N
         connection.send(ConfigError(f"{error.message}{there}"))
         return
     connection.send(None)
+    allow_open_files()
     cancels = isinstance(player, EpisodeCommand) or inspect.iscoroutinefunction(player.function)
     client, loop, sending = HttpClient(), EventLoop("episodes"), threading.Lock()
     playing: dict[int, Future[Any]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,24 @@ def test_a_row_has_the_tokens_that_were_sent_and_sampled(play: Play) -> None:
         np.testing.assert_array_equal(columns["routed_experts"].ravel()[:-1], np.arange(high - low - 1))
         assert second["usage"]["total_tokens"] == high - low
     assert set(batch.row_columns["turns"].tolist()) == {2} and rollout.outcomes == [None, None]
+
+
+def test_an_answer_asked_for_in_pieces_is_one_row(play: Play) -> None:
+    def in_pieces_of(limit: int) -> Callable[[Episode], None]:
+        def function(episode: Episode) -> None:
+            tokens, why = TOKENIZER.encode(episode.prompt.text), "length"
+            while why == "length" and len(tokens) < 20:
+                found = ask(episode, token_ids=tokens, max_tokens=limit)
+                tokens, why = [*tokens, *found["token_ids"]], found["finish_reason"]
+
+        return function
+
+    pieces, whole = (play(in_pieces_of(limit), params=evolve(PARAMS, max_tokens=24)) for limit in (2, 24))
+    assert pieces.batch.row_columns["turns"].max() > 2
+    for name in ("loss_mask", "rollout_logprobs", "versions"):
+        np.testing.assert_array_equal(pieces.batch.columns[name], whole.batch.columns[name])
+    np.testing.assert_array_equal(pieces.batch.tokens, whole.batch.tokens)
+    assert pieces.texts == whole.texts
 
 
 def test_tokens_go_on_from_a_chat_never_the_other_way(play: Play) -> None:

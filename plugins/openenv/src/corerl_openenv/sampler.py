@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 from openenv import GenericEnvClient
 
-from corerl.data import Prompt
 from corerl.errors import ConfigError
-from corerl.rollout import Failure, SamplerContext, short
+from corerl.rollout import SamplerContext
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.sampler import EpisodeSampler
 from corerl_openenv.server import Server, schema_of
@@ -66,14 +65,8 @@ def shown(observation: Mapping[str, Any]) -> str:
 class Play(EpisodeFunction):
     """In place of a user's function, with errors of its own name."""
 
-    def late(self, timeout: float, prompt: Prompt) -> Failure:
-        return self.failure(
-            "timeout", f"took longer than samplers.openenv.episodes.timeout={timeout:g} seconds", prompt
-        )
-
-    def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
-        message = f"samplers.openenv.environment {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
-        return Failure(kind=kind, message=" ".join(message.split()))
+    setting: ClassVar[str] = "samplers.openenv.environment"
+    limit: ClassVar[str] = "samplers.openenv.episodes.timeout"
 
 
 @frozen(kw_only=True)
@@ -85,7 +78,8 @@ class Environment:
     options: OpenEnvConfig
 
     async def play(self, episode: Episode) -> list[float]:
-        """The reward of each turn. An answer that is no action ends the episode, and is worth 0."""
+        """The reward of each turn. An answer that is no action, or that had no room, ends the episode, and is worth
+        0."""
         system = self.actions.instruction if self.options.system is None else self.options.system
         messages = [{"role": "system", "content": system}] if system else []
         rewards: list[float] = []
@@ -95,12 +89,13 @@ class Environment:
                 messages.append({"role": "user", "content": shown(result.observation)})
                 choice = await episode.chat_async(messages)
                 messages.append(choice["message"])
-                action = self.actions.read(choice["message"]["content"] or "")
+                said, cut = choice["message"]["content"] or "", choice["finish_reason"] == "length"
+                action = self.actions.read(said) if said or not cut else None
                 if action is None:
                     return [*rewards, 0.0]
                 result = await client.step(action)
                 rewards.append(float(result.reward or 0.0))
-                if choice["finish_reason"] == "length":
+                if cut:
                     break
         return rewards
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import verifiers.v1 as vf
 from attrs import field, frozen
 
-from corerl.data import Prompt
-from corerl.rollout import Failure, Judged, SamplerContext, described, number, short, start_user_coroutine
+from corerl.rollout import Failure, Judged, SamplerContext, described, number, start_user_coroutine
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.sampler import EpisodeSampler
 from corerl_verifiers.environment import load, tasks_of
@@ -57,6 +56,8 @@ class Serving:
 class Play(EpisodeFunction):
     """In place of a user's function: run the task of an episode's prompt."""
 
+    setting: ClassVar[str] = "samplers.verifiers.environment"
+    limit: ClassVar[str] = "samplers.verifiers.episodes.timeout"
     env: vf.Env[Any]
     tasks: dict[str, vf.Task[Any, Any, Any]]
     serving: Serving
@@ -80,15 +81,6 @@ class Play(EpisodeFunction):
             return self.failure("raised", f"failed: {said}", episode.prompt)
         judged = judged_of(played.traces)
         return judged or self.failure("no-number", "gave a reward that is not finite", episode.prompt)
-
-    def late(self, timeout: float, prompt: Prompt) -> Failure:
-        return self.failure(
-            "timeout", f"took longer than samplers.verifiers.episodes.timeout={timeout:g} seconds", prompt
-        )
-
-    def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
-        message = f"samplers.verifiers.environment {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
-        return Failure(kind=kind, message=" ".join(message.split()))
 
 
 def judged_of(traces: Sequence[vf.Trace[Any, Any, Any]]) -> Judged | None:

@@ -132,7 +132,7 @@ FIELDS: Mapping[str, Field] = {
 OF_TOOLS = {"type", "cache_control", "strict", "eager_input_streaming", "input_examples", "allowed_callers"}
 
 
-def read_request(body: str | bytes, sampling: Mapping[str, float], fields: Mapping[str, Field] = FIELDS) -> ChatRequest:
+def read_request(body: str | bytes, sampling: Mapping[str, float]) -> ChatRequest:
     """`sampling`: the run's values of temperature, top_p and top_k, which requests may repeat. Raises Refused."""
     wanted = "messages: missing or not a list; send a list of messages"
     asked = read_object(body, wanted)
