@@ -176,11 +176,9 @@ def render(
         # any input they were not written for, in any way.
         except Exception as error:
             errors.append(error)
-    roles = ", ".join(str(message["role"]) for message in messages)
-    why = shorten(one_line(errors[0]), LONGEST_LINE)
-    raise Rejected(f"the tokenizer's chat template rejects its messages ({why}); their roles are: {roles}") from errors[
-        0
-    ]
+    roles, first = ", ".join(str(message["role"]) for message in messages), errors[0]
+    why = shorten(one_line(first), LONGEST_LINE)
+    raise Rejected(f"the tokenizer's chat template rejects its messages ({why}); their roles are: {roles}") from first
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
