@@ -140,13 +140,20 @@ def test_with_pictures_the_server_has_tower_and_processor(family: str, tmp_path:
     assert given.engine._shapes.keys() == published and any(map(of_pictures, published))
 
 
-def test_an_attention_without_masks_is_refused_where_pictures_need_them() -> None:
-    for kind, shown_pictures in (("gemma3", True), ("gemma3", False), ("qwen3_vl", True)):
-        options = SglangConfig(attention_backend="fa3")
-        refused = kind == "gemma3" and shown_pictures
-        message = "attention_backend: 'fa3', but in a gemma3 model the tokens of a picture see each other"
-        with pytest.raises(ConfigError, match=message) if refused else nullcontext():
-            server_arguments(options, context(), model=Path("m"), shown=kind if shown_pictures else "")
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("gemma3", {"attention_backend": "fa3"}, r"attention_backend: 'fa3', .*; use 'triton'$"),
+        ("gemma3", {"server": {"prefill_attention_backend": "fa3"}}, "server.prefill_attention_backend: 'fa3', "),
+        ("gemma3", {"server": {"chunked_prefill_size": 8192}}, r"server.chunked_prefill_size: 8192, .*; use -1$"),
+        ("gemma3", {"attention_backend": "triton", "server": {"chunked_prefill_size": -1}}, ""),
+        ("qwen3_vl", {"attention_backend": "fa3", "server": {"chunked_prefill_size": 8192}}, ""),
+        ("", {"attention_backend": "fa3"}, ""),  # a gemma3 that is shown none
+    ],
+)
+def test_settings_without_masks_are_refused_where_pictures_need_them(kind: str, options: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engines.sglang.{told}") if told else nullcontext():
+        server_arguments(SglangConfig(**options), context(), model=Path("m"), shown=kind)
 
 
 def test_a_model_without_processor_files_is_refused(tmp_path: Path) -> None:
