@@ -58,6 +58,13 @@ def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop)
     assert counting.answered == [3, 2] and sorted(counts) == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
 
 
+def test_rows_that_another_engine_takes_over_are_counted(loop: EventLoop) -> None:
+    fleet = fleet_of(Scripted(lambda request: WorkerDied("its process died")), loop, 2, restarts=1)
+    counts: list[tuple[int, int]] = []
+    loop.run(fleet.generate(REQUEST, on_progress=lambda done, of: counts.append((done, of))))
+    assert counts[-1] == (5, 5) and all(done <= 5 for done, _ in counts)
+
+
 def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) -> None:
     service = EngineService(assigned(1)[0])
     seen: list[dict[int, tuple[int, int]]] = []
