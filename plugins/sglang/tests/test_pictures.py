@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import unquote, urlparse
 
 import numpy as np
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -38,7 +37,7 @@ from corerl_sglang.start import start_engine
 from corerl_vision.processor import VisionInputs
 from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
 from plugins.sglang.tests.picture_rows import Row, apart, request_of, rows_of, squares, tensors_of
-from plugins.sglang.tests.test_engine import on_disk, push, said
+from plugins.sglang.tests.test_engine import given_to_server, push, said
 from tests.end_to_end.command import metrics
 from tests.engines.models import context
 from tests.pictures import FAMILIES, of_pictures, pictures_config, tensors_in, write_pictures
@@ -86,30 +85,6 @@ if __name__ == "__main__":
     print("FOUND" + json.dumps([[each[0] for each in one["meta_info"]["input_token_logprobs"][1:]] for one in found]))
     engine.shutdown()
 """
-
-
-@frozen
-class Given:
-    """What a server would be started with."""
-
-    arguments: dict[str, Any]
-    config: dict[str, Any]
-    files: set[str]
-    engine: SglangEngine
-
-
-def given_to_server(model: ModelConfig, directory: Path) -> Given:
-    found: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
-
-    def configure(arguments: dict[str, Any]) -> None:
-        at = Path(arguments["model_path"])
-        found.append((arguments, json.loads((at / "config.json").read_text()), {file.name for file in at.iterdir()}))
-
-    directory.mkdir()
-    server = mock.Mock(directory=directory, configure=configure)
-    server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1, "token_capacity": 1}}]}
-    engine = SglangEngine(model, SglangConfig(), context(), server)
-    return Given(*found[0], engine)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -240,7 +215,7 @@ def served(model: ModelConfig, directory: Path, **server: Any) -> Iterator[tuple
     try:
         own = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
         tensors = tensors_of(own, model)
-        assert push(engine, tensors, 0, on_disk(directory / "weights"), bucket_bytes=2**20).error == ""
+        assert push(engine, tensors, 0, directory / "weights").error == ""
         assert engine.weight_sums("float32") == bit_sums(tensors)
         yield engine, own
     finally:
@@ -272,7 +247,7 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         # A tower that slept is sent again, also if nobody trains it.
         engine.sleep()
         engine.wake_up()
-        again = push(engine, tensors_of(own, model), 1, on_disk(tmp_path / "weights"), bucket_bytes=2**20)
+        again = push(engine, tensors_of(own, model), 1, tmp_path / "weights")
         assert again.error == ""
         again = engine.generate(request)
         assert again.tokens.tolist() == drawn.tokens.tolist()

@@ -22,9 +22,8 @@ from corerl.engines import (
     split,
 )
 from corerl.errors import EngineFailed
-from corerl.models import hf_config, meta_model, shapes_of
 from corerl.ops import hash_keys
-from corerl.weights import bit_sums, build_manifest, is_adapter, quantized
+from corerl.weights import bit_sums, build_manifest, quantized
 from corerl_testing import character_tokenizer, drawn_model, quantize, smallest_config, until_stop
 from corerl_transformers.engine import TransformersEngine, keep_likeliest
 from corerl_transformers.spec import TransformersConfig
@@ -34,6 +33,7 @@ from tests.engines.models import (
     UNTIED,
     VOCAB,
     context,
+    drawn_adapters,
     hf_tensors,
     pause_after,
     plain_logprobs,
@@ -440,25 +440,14 @@ def adapted(versions: int) -> TransformersEngine:
     return TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), own)
 
 
-def drawn_adapters(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[Tensors, Tensors]:
-    """Adapters, and the weights that they come to."""
-    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=LORA))
-    generator = torch.Generator().manual_seed(seed)
-    adapters = {
-        name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
-    }
-    merged = dict(weights)
-    for a in adapters:
-        if a.endswith(".lora_A.weight"):
-            changed = a.removeprefix("base_model.model.").replace(".lora_A", "")
-            merged[changed] = weights[changed] + 7 / 3 * adapters[a.replace("lora_A", "lora_B")] @ adapters[a]
-    return adapters, merged
+def adapters_on(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[Tensors, Tensors]:
+    return drawn_adapters(ModelConfig(config=TIED), LORA, weights, scale=7 / 3, seed=seed)
 
 
 def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
     served, plain = adapted(versions=1), engine(TIED)
     weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    first, then, last = (drawn_adapters(weights, seed) for seed in (4, 5, 6))
+    first, then, last = (adapters_on(weights, seed) for seed in (4, 5, 6))
     (alone,) = update([served], first[0], version=1, path=tmp_path / "w")
     assert alone.error.startswith("adapters have arrived alone, but the engine lacks the weights that they adapt; ")
     update([served], {**weights, **first[0]}, version=2, path=tmp_path / "w")
@@ -477,7 +466,7 @@ def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
 def test_each_version_held_is_sampled_as_if_alone(tmp_path: Path) -> None:
     served, plain = adapted(versions=2), engine(TIED)
     weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    sent = {version: drawn_adapters(weights, version) for version in (1, 2, 3, 4)}
+    sent = {version: adapters_on(weights, version) for version in (1, 2, 3, 4)}
     whole = {version: {**weights, **sent[version][0]} for version in (1, 4)}
     expected, first = {}, {}
     held = {1: (1,), 2: (1, 2), 3: (2, 3), 4: (4,)}  # the weights that came with the fourth may be others

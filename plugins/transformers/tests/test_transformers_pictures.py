@@ -20,14 +20,13 @@ from transformers import AutoModelForImageTextToText
 from corerl.config import LoraConfig, ModelConfig
 from corerl.engines import GenerateRequest, Generation, SamplingParams, append, continued
 from corerl.errors import EngineFailed
-from corerl.models import hf_config, meta_model, shapes_of
 from corerl.ops import hash_keys
 from corerl.pictures import Picture
 from corerl.types import all_shown, offsets_of
-from corerl.weights import bit_sums, is_adapter
+from corerl.weights import bit_sums
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
-from tests.engines.models import context, pause_after, sequences, update
+from tests.engines.models import context, drawn_adapters, pause_after, sequences, update
 from tests.pictures import FAMILIES, of_pictures, pictures_config
 
 vision = pytest.importorskip("corerl_vision.processor")
@@ -223,14 +222,7 @@ def test_a_tower_sleeps_and_wakes_with_the_decoder(tmp_path: Path) -> None:
 def test_adapters_of_the_decoder_sample_as_merged_weights_do(tmp_path: Path) -> None:
     made, lora = trial("qwen3_vl", tmp_path), LoraConfig(rank=3, alpha=7.0).settled({})
     served = TransformersEngine(made.config, TransformersConfig(), evolve(context(), lora=lora))
-    adapters, merged = {}, dict(made.tensors)
-    for name, shape in shapes_of(meta_model(hf_config(made.config), lora=lora)).items():  # the text decoder's
-        if is_adapter(name):
-            adapters[name] = 0.2 * torch.randn(shape, generator=torch.Generator().manual_seed(len(adapters)))
-    for name, a in adapters.items():
-        if ".lora_A." in name:
-            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            merged[weight] = made.tensors[weight] + 7 / 3 * adapters[name.replace("lora_A", "lora_B")] @ a
+    adapters, merged = drawn_adapters(made.config, lora, made.tensors, scale=7 / 3, seed=0)  # of the text decoder
     (received,) = update([served], made.tensors | adapters, version=1, path=tmp_path / "adapters")
     assert received.error == ""
     found = served.generate(made.asked)
