@@ -36,10 +36,11 @@ from corerl_sglang.pictures import IN_TEXT, body_of, contracted, files_of, shown
 from corerl_sglang.start import start_engine
 from corerl_vision.processor import VisionInputs
 from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
-from plugins.sglang.tests.picture_rows import Row, apart, request_of, rows_of, squares, tensors_of
+from plugins.sglang.tests.picture_rows import Row, request_of, rows_of, squares, tensors_of
 from plugins.sglang.tests.test_engine import given_to_server, push, said
 from tests.end_to_end.command import metrics
 from tests.engines.models import context
+from tests.pictured import apart
 from tests.pictures import FAMILIES, of_pictures, pictures_config, tensors_in, write_pictures
 
 RUN = """
@@ -238,7 +239,7 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         sent = said(engine)["stand_in"]["pictures"]
         assert len(sent) == 7 and len(set(sent)) == len(request.pictures) == 3  # one file, however many rows show it
         assert not list(engine._directory.glob("pictures-*"))
-        for found in apart(own, inputs, [*rows, rows[1], rows[1]], drawn):
+        for found in apart(own, inputs, request, drawn):
             assert len(found) and found.max() < 1e-5
         # It sees: of the same words about another picture it says something else.
         (other,) = rows_of(model, [("<image>a+b=", (squares(16, 16, seed=9),))])
@@ -274,8 +275,8 @@ def test_another_number_of_placeholders_ends_the_call(tmp_path: Path) -> None:
         with pytest.raises(EngineFailed, match="SGLang might never answer"):
             engine.generate(request_of([sampled], PARAMS))
         assert said(engine)["stand_in"]["pictures"] == before
-        drawn = engine.generate(request_of(rows[:1], PARAMS))
-        (found,) = apart(own, VisionInputs(model), rows[:1], drawn)
+        text = request_of(rows[:1], PARAMS)
+        (found,) = apart(own, VisionInputs(model), text, engine.generate(text))
         assert found.max() < 1e-5
 
 
