@@ -293,23 +293,6 @@ def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEn
     assert_same_samples(served.generate(asked), from_directory.generate(asked))
 
 
-def test_nothing_is_served_without_a_complete_update(tmp_path: Path) -> None:
-    tensors = hf_tensors(random_model(UNTIED, seed=1), tmp_path / "hf")
-    served = engine(UNTIED)
-    with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
-        served.generate(request(2))
-    update([served], tensors, version=1, path=tmp_path / "w")
-    before = served.generate(request(4))
-    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
-    (received,) = update([served], missing, version=2, path=tmp_path / "w")
-    assert received.bytes == 0
-    with pytest.raises(EngineFailed, match="the trainer does not send 1 of the model's .* such as 'model.norm.weight'"):
-        served.generate(request(2))
-    (received,) = update([served], tensors, version=3, path=tmp_path / "w")
-    assert received.error == ""
-    assert_same_samples(served.generate(request(4)), before)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_fused_and_wider_weights_equal_those_sent(tmp_path: Path, dtype: str) -> None:
     tensors = hf_tensors(random_model(MOE, seed=1), tmp_path / "hf")
@@ -354,7 +337,10 @@ def test_sleep_frees_parameters_and_waking_needs_fresh_weights(tmp_path: Path) -
     assert served.wake_up() == size and served.wake_up() == 0
     with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
         served.generate(request(2))
-    (received,) = update([served], tensors, version=3, path=tmp_path / "w")
+    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    (received,) = update([served], missing, version=3, path=tmp_path / "w")
+    assert received.error.startswith("the trainer does not send 1 of the model's ")
+    (received,) = update([served], tensors, version=4, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
 
@@ -434,45 +420,28 @@ LORA = LoraConfig(rank=3, alpha=7.0).settled({})
 Tensors = dict[str, torch.Tensor]
 
 
-def adapted(versions: int) -> TransformersEngine:
-    """An engine that holds adapters apart from the weights."""
-    own = evolve(context(), lora=LORA, weights=WeightsConfig(versions=versions))
-    return TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), own)
-
-
 def adapters_on(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[Tensors, Tensors]:
     return drawn_adapters(ModelConfig(config=TIED), LORA, weights, scale=7 / 3, seed=seed)
 
 
-def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
-    served, plain = adapted(versions=1), engine(TIED)
+@pytest.mark.parametrize(
+    "held",  # after each update; the weights that come with the fourth may be others
+    [{1: (1,), 2: (2,), 3: (3,), 4: (4,)}, {1: (1,), 2: (1, 2), 3: (2, 3), 4: (4,)}],
+    ids=["one version", "two versions"],
+)
+def test_separate_adapters_sample_as_merged_weights_do(held: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
+    own = evolve(context(), lora=LORA, weights=WeightsConfig(versions=max(map(len, held.values()))))
+    served, plain = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), own), engine(TIED)
     weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    first, then, last = (adapters_on(weights, seed) for seed in (4, 5, 6))
-    (alone,) = update([served], first[0], version=1, path=tmp_path / "w")
-    assert alone.error.startswith("adapters have arrived alone, but the engine lacks the weights that they adapt; ")
-    update([served], {**weights, **first[0]}, version=2, path=tmp_path / "w")
-    update([plain], first[1], version=2, path=tmp_path / "plain")
-    assert_same_samples(served.generate(request(8)), plain.generate(request(8)))
-    (received,) = update([served], then[0], version=3, path=tmp_path / "w")
-    assert (received.error, received.bytes) == ("", sum(tensor.nbytes for tensor in then[0].values()))
-    update([plain], then[1], version=3, path=tmp_path / "plain")
-    assert_same_samples(served.generate(request(8)), plain.generate(request(8)))
-    served.sleep()
-    served.wake_up()
-    (asleep,) = update([served], last[0], version=4, path=tmp_path / "w")
-    assert asleep.error == alone.error
-
-
-def test_each_version_held_is_sampled_as_if_alone(tmp_path: Path) -> None:
-    served, plain = adapted(versions=2), engine(TIED)
-    weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    sent = {version: adapters_on(weights, version) for version in (1, 2, 3, 4)}
+    sent = {version: adapters_on(weights, version) for version in held}
     whole = {version: {**weights, **sent[version][0]} for version in (1, 4)}
     expected, first = {}, {}
-    held = {1: (1,), 2: (1, 2), 3: (2, 3), 4: (4,)}  # the weights that came with the fourth may be others
+    (alone,) = update([served], sent[1][0], version=0, path=tmp_path / "w")
+    assert alone.error.startswith("adapters have arrived alone, but the engine lacks the weights that they adapt; ")
     for version, (adapters, merged) in sent.items():
-        (received,) = update([served], whole.get(version, adapters), version=version, path=tmp_path / "w")
+        (received,) = update([served], came := whole.get(version, adapters), version=version, path=tmp_path / "w")
         assert (received.error, received.held) == ("", held[version])
+        assert received.bytes == sum(tensor.nbytes for tensor in came.values())
         assert served.weight_sums("float32") == bit_sums({**weights, **adapters})
         update([plain], merged, version=version, path=tmp_path / "plain")
         expected[version] = plain.generate(request(8))
@@ -488,9 +457,11 @@ def test_each_version_held_is_sampled_as_if_alone(tmp_path: Path) -> None:
     assert len(set(first.values())) == 4
     served.sleep()
     served.wake_up()
-    update([served], {**weights, **sent[2][0]}, version=5, path=tmp_path / "w")
-    assert_same_samples(served.generate(evolve(request(8), version=5)), expected[2])
-    with pytest.raises(EngineFailed, match="cannot sample from weights version 4: it holds 5"):
+    (alone,) = update([served], sent[2][0], version=5, path=tmp_path / "w")
+    assert alone.error.startswith("adapters have arrived alone")
+    update([served], {**weights, **sent[2][0]}, version=6, path=tmp_path / "w")
+    assert_same_samples(served.generate(evolve(request(8), version=6)), expected[2])
+    with pytest.raises(EngineFailed, match="cannot sample from weights version 4: it holds 6"):
         served.generate(evolve(request(8), version=4))
 
 
