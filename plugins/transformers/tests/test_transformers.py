@@ -240,25 +240,18 @@ def test_ids_beyond_the_vocabulary_are_never_sampled(tmp_path: Path, more: Mappi
     assert_logprobs_of(model, asked, generation, known=10)
 
 
-def test_top_p_samples_the_nucleus_and_records_full_logprobs(tied: tuple[TransformersEngine, Any]) -> None:
+@pytest.mark.parametrize("more", [{"top_p": 0.7}, {"top_k": 3}], ids=["top_p", "top_k"])
+def test_the_likeliest_alone_are_sampled_with_full_logprobs(
+    tied: tuple[TransformersEngine, Any], more: Mapping[str, Any]
+) -> None:
     served, model = tied
-    params = SamplingParams(temperature=1.5, top_p=0.7, max_tokens=1)
-    asked = same_prompt(4000, params)
-    generation = served.generate(asked)
+    params = SamplingParams(temperature=1.5, max_tokens=1, **more)
+    generation = served.generate(same_prompt(2000, params))
     full = plain_logprobs(model, [1, 5, 8, 0], 1.5)[-1]
-    probabilities = full.exp().double()
-    nucleus, held = [], 0.0
-    for token in probabilities.argsort(descending=True).tolist():
-        nucleus.append(token)
-        held += float(probabilities[token])
-        if held >= 0.7:
-            break
-    assert 1 < len(nucleus) < VOCAB
-    assert set(generation.tokens.tolist()) == set(nucleus)
-    kept = torch.zeros(VOCAB, dtype=torch.float64)
-    kept[nucleus] = probabilities[nucleus] / held
+    kept = keep_likeliest(full[None], params.top_p, params.top_k)[0].isfinite()
+    assert 1 < kept.sum() < VOCAB and set(generation.tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())
     counts = torch.bincount(torch.from_numpy(generation.tokens), minlength=VOCAB).double()
-    assert chi_square(counts, kept) < 37.7
+    assert chi_square(counts, torch.where(kept, full.double(), -torch.inf).softmax(-1)) < 37.7
     np.testing.assert_allclose(generation.logprobs, full[torch.from_numpy(generation.tokens)], atol=1e-5, rtol=0)
 
 
