@@ -23,7 +23,6 @@ from corerl.models.names import shapes_of
 from corerl.plugin.transports import open_sender
 from corerl.weights.adapters import adapters_of, is_adapter
 from corerl.weights.manifest import build_manifest
-from corerl.weights.quantize import quantize, quantized
 from corerl.weights.transport import Address
 
 VOCAB = 16
@@ -90,40 +89,27 @@ def drawn_adapters(
 
 
 def update(
-    engines: Sequence[Engine],
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    version: int,
-    path: Path,
-    timeout: float = 20.0,
-    ranks: int = 1,
-    unquantized: Sequence[str] | None = None,
+    engines: Sequence[Engine], tensors: Mapping[str, torch.Tensor], *, version: int, path: Path, ranks: int = 1
 ) -> list[Received]:
-    """Send `tensors` in buckets of at most 8 KiB to all engines at once, each of so many `ranks`. In FP8 but for those
-    that have a part of `unquantized` in their names, unless that is None."""
+    """Send `tensors` in buckets of at most 8 KiB to all engines at once, each of so many `ranks`."""
     names = tuple(f"engine-{index}" for index in range(len(engines)) for _ in range(ranks))
     # A token of its own, as each run has: what an earlier update of the same version left there is not this one's.
-    address = Address(transport="disk", engines=names, path=str(path), timeout=timeout, token=uuid.uuid4().hex)
+    address = Address(transport="disk", engines=names, path=str(path), timeout=20.0, token=uuid.uuid4().hex)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=8192)
-    stream = manifest if unquantized is None else quantized(manifest, unquantized)
     results: list[Received | None] = [None] * len(engines)
 
     def receive(index: int) -> None:
-        results[index] = engines[index].receive(stream, version, address)
+        results[index] = engines[index].receive(manifest, version, address)
 
     threads = [threading.Thread(target=receive, args=(index,)) for index in range(len(engines))]
     for thread in threads:
         thread.start()
     sender = open_sender(address)
-    sender.open(stream, version)
-    for bucket, as_sent in zip(manifest.buckets, stream.buckets, strict=True):
-        flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
-        if stream is not manifest:
-            plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8)
-            quantize(bucket, plain, as_sent, flat)
-        sender.send(as_sent, flat)
+    sender.open(manifest, version)
+    for bucket in manifest.buckets:
+        sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
     sender.finish()
     for thread in threads:
         thread.join()

@@ -23,7 +23,6 @@ from attrs import evolve, frozen
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
 from corerl.engines import UNLIMITED, CacheUse, Engine, GenerateRequest, Received, SamplingParams
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
-from corerl.models import named_views
 from corerl.weights import Address, bit_sums, build_manifest
 from corerl_sglang import engine as module
 from corerl_sglang.adapters import Adapters
@@ -32,7 +31,7 @@ from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.read import Cut, Sample, read_samples
 from corerl_sglang.start import start_engine
-from corerl_testing import Stops, character_tokenizer, to_blocks, until_stop
+from corerl_testing import Stops, character_tokenizer, until_stop
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import (
@@ -58,7 +57,6 @@ REQUEST = GenerateRequest(
     params=SamplingParams(max_tokens=6, stop_tokens=(9,), greedy=True),
 )
 PLAIN = WeightsConfig()
-BLOCKS = {**MOE, "hidden_size": 144, "head_dim": 40, "moe_intermediate_size": 136, "initializer_range": 0.1}
 CONTEXT = 2100  # tokens of a row at most
 Start = Callable[..., SglangEngine]
 
@@ -101,7 +99,7 @@ class Given:
     engine: SglangEngine
 
 
-def given_to_server(model: ModelConfig, directory: Path) -> Given:
+def given_to_server(model: ModelConfig, directory: Path, weights: WeightsConfig = PLAIN) -> Given:
     found: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
 
     def configure(arguments: dict[str, Any]) -> None:
@@ -111,7 +109,7 @@ def given_to_server(model: ModelConfig, directory: Path) -> Given:
     directory.mkdir()
     server = mock.Mock(directory=directory, configure=configure)
     server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1, "token_capacity": 1}}]}
-    engine = SglangEngine(model, SglangConfig(), context(), server)
+    engine = SglangEngine(model, SglangConfig(), evolve(context(), weights=weights), server)
     return Given(*found[0], engine)
 
 
@@ -141,6 +139,19 @@ def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> 
     assert given.arguments[VOCABULARY] == 7
     assert given.arguments["trust_remote_code"] is False and given.arguments["skip_tokenizer_init"] is True
     assert "auto_map" not in given.config and given.files == {"config.json"}
+
+
+def test_an_fp8_server_is_told_which_layers_stay_as_they_are(tmp_path: Path) -> None:
+    model = ModelConfig(config={**MOE, "hidden_size": 144, "head_dim": 40})
+    plain = given_to_server(model, tmp_path / "plain").engine._shapes
+    given = given_to_server(model, tmp_path / "own", WeightsConfig(quantize="fp8", unquantized=("o_proj",)))
+    assert given.arguments["quantization"] == given.config["quantization_config"]["quant_method"] == "fp8"
+    layers = [f"model.layers.{layer}.{each}" for layer in range(2) for each in ("self_attn.o_proj", "mlp.gate")]
+    kept = given.config["quantization_config"]["modules_to_not_convert"]
+    assert sorted(kept) == sorted(["model.embed_tokens", "lm_head", *layers])
+    scales = {name: shape for name, shape in given.engine._shapes.items() if name not in plain}
+    assert plain.items() <= given.engine._shapes.items() and len(scales) == 2 * (3 + 3 * 4)  # q, k, v; of 4 experts
+    assert scales["model.layers.1.self_attn.q_proj.weight_scale_inv"] == (2, 2)  # of 160 x 144
 
 
 def push(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int, path: Path, **how: Any) -> Received:
@@ -355,40 +366,19 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     assert received.died
 
 
-@pytest.mark.nightly
-def test_fp8_weights_are_loaded_as_sent(start: Start, tmp_path: Path) -> None:
-    """Twice, with blocks that are whole and blocks that are not; one kind of layer stays as it is."""
-    weights = WeightsConfig(quantize="fp8", unquantized=("o_proj",))
-    engine = start(BLOCKS, ranks=2, weights=weights)
-    for version in range(2):
-        model = random_model(BLOCKS, seed=version)
-        tensors = hf_tensors(model, tmp_path / f"{version}")
-        received = push(engine, tensors, version, tmp_path / "weights", ranks=2, unquantized=weights.unquantized)
-        assert received.error == ""
-
-        sent: dict[str, torch.Tensor] = {}
-        for name, view in named_views(model).items():
-            if "layers" not in name or view.ndim < 2 or name.endswith(("mlp.gate.weight", "o_proj.weight")):
-                sent[name] = tensors[name]
-                continue
-            scales = torch.empty([-(-size // 128) for size in view.shape])
-            values = torch.empty(view.shape, dtype=torch.float8_e4m3fn)
-            to_blocks(tensors[name], values, scales)
-            sent |= {name: values, f"{name}_scale_inv": scales}
-            spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: view.shape[0], : view.shape[1]]
-            view.copy_(values.float() * spread)
-            # Half of the last of 3 bits of mantissa; the smallest numbers are 2**-9 apart.
-            assert ((view - tensors[name]).abs() <= torch.maximum(tensors[name].abs() * 2**-4, spread * 2**-10)).all()
-        assert len(sent) == len(tensors) + 2 * (3 + 3 * 4)  # scales of q, k, v and of 4 experts, in two layers
-        assert received.bytes < 0.5 * sum(tensor.nbytes for tensor in tensors.values())
-        assert engine.weight_sums("uint8") == bit_sums(sent)
-        drawn = engine.generate(REQUEST)
-        assert set(drawn.versions) == {version}
-        check_greedy(model, drawn)  # of the weights that blocks make
-
-    received = push(engine, tensors, 2, tmp_path / "weights", ranks=2)
-    first = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
-    assert received.error == f"the trainer does not send 30 of the model's {len(sent)} tensors, such as {first!r}"
+def test_reported_experts_are_those_of_transformers(start: Start, tmp_path: Path) -> None:
+    fields = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}  # a layer without experts
+    reference = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), context())
+    engine, asked = (
+        start(fields, routed_experts=True),
+        evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True)),
+    )
+    tensors = hf_tensors(random_model(fields, seed=1), tmp_path / "model")
+    for each in (engine, reference):
+        assert push(each, tensors, 0, tmp_path / "weights").error == ""
+    found, expected = engine.generate(asked), reference.generate(asked)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_array_equal(found.routed_experts, expected.routed_experts)
 
 
 @pytest.mark.nightly
