@@ -381,7 +381,6 @@ def test_reported_experts_are_those_of_transformers(start: Start, tmp_path: Path
     np.testing.assert_array_equal(found.routed_experts, expected.routed_experts)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("aborts", "what"),
     [
