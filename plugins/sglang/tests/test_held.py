@@ -163,6 +163,17 @@ def test_what_was_written_over_by_another_tensor_shows() -> None:
     assert {name for name in loaded if loaded[name] != sent[name]} == {"k_proj.weight"}
 
 
+def test_ranks_with_differing_copies_are_an_error() -> None:
+    ranks = [Held(Rank(4, rank, tied=True)) for rank in range(4)]  # two have the same head of keys
+    tensors = stream(True, 4)
+    update(ranks, tensors)
+    model = ranks[1].model
+    assert isinstance(model, Rank)
+    model.parameters["qkv"].data.view(torch.int16)[model.heads, 0] ^= 1
+    with pytest.raises(EngineFailed, match=r"^engine-0 has differing copies of 'k_proj.weight': .* on rank 1, but to "):
+        sums(ranks, tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tensors_that_loading_rounds_are_not_reported(dtype: torch.dtype) -> None:
     rank = Held(Rank(1, 0, tied=True))
