@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) 
     assert service.counts() == {}
 
 
+def test_rows_return_to_the_engine_that_has_read_them_until_an_update(loop: EventLoop) -> None:
+    scripted = Scripted()
+    fleet = fleet_of(scripted, loop, 2)
+
+    def readers(rows: list[int]) -> dict[int, int]:
+        scripted.asked.clear()
+        sample(fleet, REQUEST.take_rows(np.array(rows)))
+        return {key: replica for replica, keys, _ in scripted.asked for key in keys}
+
+    first = readers([0, 1, 2, 3, 4])
+    assert readers([4, 3, 2, 1, 0]) == first
+    fleet.updated(fleet.names)
+    assert readers([4, 3, 2, 1, 0]) != first
+
+
 def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
     scripted = Scripted(functools.partial(respond, rows=2))
     fleet = fleet_of(scripted, loop, 1)
@@ -170,7 +186,11 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     def dies(request: GenerateRequest) -> WorkerDied:
         return WorkerDied("its process died")
 
-    scripted = Scripted(dies, dies)
+    def slowly(request: GenerateRequest) -> Generation:
+        time.sleep(0.1)  # meanwhile nobody is to bring engines back again
+        return respond(request)
+
+    scripted = Scripted(dies, dies, slowly, slowly)
     fleet = fleet_of(scripted, loop, 2, restarts=1)
     served: list[bool] = []
 
