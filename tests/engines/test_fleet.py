@@ -105,6 +105,20 @@ def test_rows_return_to_the_engine_that_has_read_them_until_an_update(loop: Even
     assert readers([4, 3, 2, 1, 0]) != first
 
 
+def test_an_idle_engine_takes_over_a_request_that_waits_for_another(loop: EventLoop) -> None:
+    sized = Sized(2)
+    sized.gates = {0: threading.Event(), 1: threading.Event()}
+    fleet = fleet_of(sized, loop, 2)
+    first = loop.begin(fleet.generate(REQUEST))
+    assert all(sized.sampling.acquire(timeout=60.0) for _ in range(2))
+    waits = loop.begin(fleet.generate(REQUEST.row_range(0, 1)))  # for the last one, which has fewer to draw
+    sized.gates[0].set()
+    assert waits.result(60.0).tokens.tolist() == [7]
+    sized.gates[1].set()
+    assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert [replica for replica, keys, _ in sized.asked if keys == [7]] == [0]
+
+
 def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
     scripted = Scripted(functools.partial(respond, rows=2))
     fleet = fleet_of(scripted, loop, 1)
@@ -222,7 +236,8 @@ def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
     given_up.cancel()
     resetting = loop.begin(fleet.reset())
     assert sized.paused.wait(60.0)
-    assert not resetting.done()  # until nothing is sampled
+    with pytest.raises(TimeoutError):  # until nothing is sampled
+        resetting.result(0.1)
     sized.gates.pop(0).set()
     resetting.result(60.0)
     assert sized.log == ["pause", "resume"] and len(sized.asked) == 1
