@@ -1,14 +1,19 @@
-"""Rows of tokens of which some stand for pictures, as a plain list of (token, picture's id or "") for each."""
+"""Rows of tokens of which some stand for pictures, as a plain list of (token, picture's id or "") for each, and what
+transformers says of tokens sampled after such rows."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
-from corerl.engines.base import GenerateRequest, SamplingParams
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.pictures import Picture
-from corerl.types import PICTURE, Array, SampleBatch, all_shown, offsets_of
+from corerl.types import PICTURE, Array, FloatArray, SampleBatch, all_shown, offsets_of
 
 Row = list[tuple[int, str]]
 PICTURES = {each.id: each for each in (Picture(np.full((2, 3, 3), shade, np.uint8)) for shade in range(5))}
@@ -64,3 +69,25 @@ def rows_in(found: SampleBatch | GenerateRequest) -> list[Row]:
     assert len(set(names)) == len(names) and set(column.tolist()) | {0} == set(range(len(names)))
     pairs = [(int(token), names[number]) for token, number in zip(found.tokens, column, strict=True)]
     return [pairs[begin:end] for begin, end in zip(found.offsets[:-1], found.offsets[1:], strict=True)]
+
+
+@torch.no_grad()
+def apart(model: Any, inputs: Any, request: GenerateRequest, generation: Generation) -> list[FloatArray]:
+    """[R] how far the log-probs of each row's response are from those of the model's own forward of the row alone,
+    whose pictures are prepared by `inputs`. A response has no token that stands for a picture but its last."""
+    takes = inspect.signature(model.model.forward).parameters
+    divisor, found = 1.0 if request.params.greedy else request.params.temperature, []
+    bounds = zip(generation.offsets[:-1], generation.offsets[1:], strict=True)
+    for prompt, column, (low, high) in zip(request.by_row(), request.picture_by_row(), bounds, strict=True):
+        response = torch.tensor(generation.tokens[low:high])
+        fed = torch.cat([torch.tensor(prompt), response[:-1]])[None]
+        given: dict[str, Any] = {}
+        if pictures := [request.pictures[number - 1] for number, _ in itertools.groupby(column) if number]:
+            given = {name: torch.as_tensor(np.array(each)) for name, each in inputs.inputs(pictures).items()}
+            kinds = torch.zeros_like(fed, dtype=torch.int32)
+            kinds[0, : len(prompt)] = torch.tensor((column > 0) & (prompt == inputs.placeholder)).int()
+            given |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in takes}
+        logits = model(input_ids=fed, use_cache=False, **given).logits[0, len(prompt) - 1 :].float()
+        wanted = torch.log_softmax(logits / divisor, dim=-1).gather(1, response[:, None])[:, 0]
+        found.append(np.abs(wanted.numpy() - generation.logprobs[low:high]))
+    return found

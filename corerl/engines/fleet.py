@@ -209,13 +209,19 @@ class EngineFleet:
                 if on_progress is not None:
                     on_progress(sum(ended.values()), len(request))
 
+            async def others(rest: GenerateRequest, before: int = 0) -> Generation:
+                """What any replica makes of the rest of the part, of which `before` rows have ended."""
+                progress = on_progress and (lambda done, _: on_ended(before + done))
+                return await self._divided(rest, number, progress, on_tokens)
+
             generated = await replica.batcher.generate(
                 part, number=number, on_ended=None if on_progress is None else on_ended
             )
             over(replica)
             if generated is None:  # it died: others sample the same
-                return await self._divided(part, number, None, on_tokens)
-            on_ended(len(part) - int(generated.unfinished.sum()))
+                return await others(part)
+            whole = len(part) - int(generated.unfinished.sum())
+            on_ended(whole)
             if len(self) > 1:
                 self._router.remember(replica, part, generated)
             if on_tokens is not None:
@@ -223,8 +229,8 @@ class EngineFleet:
             if not generated.unfinished.any():
                 return generated
             if part.params.scored:  # scores are of these prompts, and not of those that go on with a response
-                return await self._divided(part, number, None, on_tokens)
-            return append(part, generated, await self._divided(continued(part, generated), number, None, on_tokens))
+                return await others(part)
+            return append(part, generated, await others(continued(part, generated), whole))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
         with self._router.in_progress({replica: len(own) for replica, own in rows.items()}) as over:

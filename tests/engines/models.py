@@ -14,11 +14,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.engines.lifecycle import EngineLifecycle
 from corerl.models.config import hf_config
+from corerl.models.files import meta_model
+from corerl.models.names import shapes_of
 from corerl.plugin.transports import open_sender
+from corerl.weights.adapters import adapters_of, is_adapter
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 
@@ -70,13 +73,28 @@ def hf_tensors(model: PreTrainedModel, directory: Path) -> dict[str, torch.Tenso
     return load_file(directory / "model.safetensors")
 
 
+def drawn_adapters(
+    config: ModelConfig, lora: LoraConfig, weights: Mapping[str, torch.Tensor], *, scale: float, seed: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Random adapters of a model, and the weights that they come to."""
+    shapes = shapes_of(meta_model(hf_config(config), lora=lora))
+    generator = torch.Generator().manual_seed(seed)
+    made = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)}
+    merged = dict(weights)
+    for name, weight in weights.items():
+        a, b = adapters_of(name)
+        if a in made:
+            merged[name] = weight + scale * made[b] @ made[a]
+    return made, merged
+
+
 def update(
-    engines: Sequence[Engine], tensors: Mapping[str, torch.Tensor], *, version: int, path: Path, timeout: float = 20.0
+    engines: Sequence[Engine], tensors: Mapping[str, torch.Tensor], *, version: int, path: Path, ranks: int = 1
 ) -> list[Received]:
-    """Send `tensors` in buckets of at most 8 KiB to all engines at once."""
-    names = tuple(f"engine-{index}" for index in range(len(engines)))
+    """Send `tensors` in buckets of at most 8 KiB to all engines at once, each of so many `ranks`."""
+    names = tuple(f"engine-{index}" for index in range(len(engines)) for _ in range(ranks))
     # A token of its own, as each run has: what an earlier update of the same version left there is not this one's.
-    address = Address(transport="disk", engines=names, path=str(path), timeout=timeout, token=uuid.uuid4().hex)
+    address = Address(transport="disk", engines=names, path=str(path), timeout=20.0, token=uuid.uuid4().hex)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=8192)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop)
     assert counting.answered == [3, 2] and sorted(counts) == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
 
 
+def test_rows_that_another_engine_takes_over_are_counted(loop: EventLoop) -> None:
+    fleet = fleet_of(Scripted(lambda request: WorkerDied("its process died")), loop, 2, restarts=1)
+    counts: list[tuple[int, int]] = []
+    loop.run(fleet.generate(REQUEST, on_progress=lambda done, of: counts.append((done, of))))
+    assert counts[-1] == (5, 5) and all(done <= 5 for done, _ in counts)
+
+
 def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) -> None:
     service = EngineService(assigned(1)[0])
     seen: list[dict[int, tuple[int, int]]] = []
@@ -80,6 +88,35 @@ def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) 
     assert sorted(inner.values()) == [(2, 5), (3, 3)] and inner[own] == (2, 5)
     assert outer == {own: (3, 5)}
     assert service.counts() == {}
+
+
+def test_rows_return_to_the_engine_that_has_read_them_until_an_update(loop: EventLoop) -> None:
+    scripted = Scripted()
+    fleet = fleet_of(scripted, loop, 2)
+
+    def readers(rows: list[int]) -> dict[int, int]:
+        scripted.asked.clear()
+        sample(fleet, REQUEST.take_rows(np.array(rows)))
+        return {key: replica for replica, keys, _ in scripted.asked for key in keys}
+
+    first = readers([0, 1, 2, 3, 4])
+    assert readers([4, 3, 2, 1, 0]) == first
+    fleet.updated(fleet.names)
+    assert readers([4, 3, 2, 1, 0]) != first
+
+
+def test_an_idle_engine_takes_over_a_request_that_waits_for_another(loop: EventLoop) -> None:
+    sized = Sized(2)
+    sized.gates = {0: threading.Event(), 1: threading.Event()}
+    fleet = fleet_of(sized, loop, 2)
+    first = loop.begin(fleet.generate(REQUEST))
+    assert all(sized.sampling.acquire(timeout=60.0) for _ in range(2))
+    waits = loop.begin(fleet.generate(REQUEST.row_range(0, 1)))  # for the last one, which has fewer to draw
+    sized.gates[0].set()
+    assert waits.result(60.0).tokens.tolist() == [7]
+    sized.gates[1].set()
+    assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert [replica for replica, keys, _ in sized.asked if keys == [7]] == [0]
 
 
 def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
@@ -163,7 +200,11 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     def dies(request: GenerateRequest) -> WorkerDied:
         return WorkerDied("its process died")
 
-    scripted = Scripted(dies, dies)
+    def slowly(request: GenerateRequest) -> Generation:
+        time.sleep(0.1)  # meanwhile nobody is to bring engines back again
+        return respond(request)
+
+    scripted = Scripted(dies, dies, slowly, slowly)
     fleet = fleet_of(scripted, loop, 2, restarts=1)
     served: list[bool] = []
 
@@ -195,7 +236,8 @@ def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
     given_up.cancel()
     resetting = loop.begin(fleet.reset())
     assert sized.paused.wait(60.0)
-    assert not resetting.done()  # until nothing is sampled
+    with pytest.raises(TimeoutError):  # until nothing is sampled
+        resetting.result(0.1)
     sized.gates.pop(0).set()
     resetting.result(60.0)
     assert sized.log == ["pause", "resume"] and len(sized.asked) == 1

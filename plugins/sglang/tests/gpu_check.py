@@ -67,7 +67,6 @@ TINY = {
     "tie_word_embeddings": True,
     "initializer_range": 0.06,  # some tokens are then much likelier than others
 }
-QUICKSTART = {**TINY, "vocab_size": 16, "rope_theta": 10000.0}  # that of gpu_quickstart
 EXPERTS = {
     **TINY,
     "model_type": "qwen3_moe",
@@ -213,7 +212,7 @@ def push(
     transport: str,
     *,
     ranks: int = 1,
-    device: str = "cpu",
+    device: str = "",  # of the buffers; "": the GPU by ipc, else the CPU
     weights: WeightsConfig = PLAIN,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[str, float]:
@@ -232,7 +231,7 @@ def push(
         path=str(OUT / "weights"),
         token=uuid.uuid4().hex,
         colocated_ranks=tuple(range(ranks)) if transport == "ipc" else (),
-        device=device,
+        device=device or ("cuda" if transport == "ipc" else "cpu"),
         timeout=120.0,
     )
     tensors = hf_tensors(model) if tensors is None else tensors
@@ -271,21 +270,19 @@ def compare(
     findings: Findings,
     served: SglangEngine,
     model: Any,
-    precision: str,
     version: int,
     *,
-    rows: int = 16,
     routed: bool = False,
 ) -> None:
     """With `routed` the median alone has a limit: where routers of low precision choose other experts, a token's
     log-prob is another, and so are those after it."""
-    vocabulary = model.config.vocab_size
+    limit = LIMITS[str(model.dtype).removeprefix("torch.")]
     for name, params in SAMPLING.items():
-        asked = request(rows, vocabulary, params)
+        asked = request(16, model.config.vocab_size, params)
         drawn = served.generate(asked)
         mean, median, largest = difference(model, asked, drawn)
-        findings.tell(f"{name}: |log-prob difference|, mean", mean, routed or mean < LIMITS[precision])
-        findings.tell(f"{name}: |log-prob difference|, median", median, median < LIMITS[precision])
+        findings.tell(f"{name}: |log-prob difference|, mean", mean, routed or mean < limit)
+        findings.tell(f"{name}: |log-prob difference|, median", median, median < limit)
         findings.tell(f"{name}: |log-prob difference|, largest", largest)
         findings.tell(f"{name}: versions", sorted(set(drawn.versions.tolist())), set(drawn.versions) == {version})
 
@@ -303,6 +300,27 @@ def told_sums(findings: Findings, served: SglangEngine, tensors: Mapping[str, to
     findings.tell("tensors whose bits are others than were sent", wrong[:5], not wrong)
 
 
+def updated(
+    findings: Findings,
+    served: SglangEngine,
+    model: Any,
+    version: int,
+    transport: str,
+    *,
+    ranks: int = 1,
+    routed: bool = False,
+) -> bool:
+    """Whether the engine has taken an update; if it has, its log-probs and what its ranks hold are looked at."""
+    error, seconds = push(served, model, version, transport, ranks=ranks)
+    findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)
+    if error:
+        findings.tell(f"update by {transport}", error, good=False)
+        return False
+    compare(findings, served, model, version, routed=routed)
+    told_sums(findings, served, hf_tensors(model))
+    return True
+
+
 def free() -> float:
     """GiB of the first device, whoever uses the rest."""
     return round(torch.cuda.mem_get_info(0)[0] / 2**30, 2)
@@ -313,12 +331,7 @@ def small(findings: Findings, precision: str) -> None:
     first, second = (random_model(TINY, precision, seed) for seed in (1, 2))
     with engine(findings, TINY, precision) as served:
         for version, (model, transport) in enumerate([(first, "disk"), (second, "collective"), (first, "collective")]):
-            error, seconds = push(served, model, version, transport)
-            findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)
-            if error:
-                findings.tell(f"update by {transport}", error, good=False)
-            compare(findings, served, model, precision, version)
-            told_sums(findings, served, hf_tensors(model))
+            updated(findings, served, model, version, transport)
         error, _ = push(served, second, 2, "disk")
         findings.tell("an old version is refused", error, "is not newer than 2" in error)
         asked = request(8, 512, SamplingParams(max_tokens=64, greedy=True))
@@ -335,9 +348,7 @@ def small(findings: Findings, precision: str) -> None:
         findings.tell("GiB free on the device, before and asleep", [before, asleep], asleep > before)
         served.wake_up()
         findings.tell("GiB free when only the weights are awake", free())
-        error, _ = push(served, second, 3, "collective")
-        findings.tell("update after waking up", error or "committed", not error)
-        compare(findings, served, second, precision, 3)
+        updated(findings, served, second, 3, "collective")
         findings.tell("GiB free when it has generated again", free(), free() <= asleep)
         os.kill(served._server.pid, signal.SIGKILL)
         try:
@@ -353,10 +364,7 @@ def qwen3(findings: Findings) -> None:
     """The 0.6B shape: seconds of updates, sleep and wake, tokens a second; three rounds, to see memory stay."""
     model = random_model(QWEN3_06B, "bfloat16", 1)
     with engine(findings, QWEN3_06B, "bfloat16", server={"cuda_graph_max_bs_decode": 256}) as served:
-        error, seconds = push(served, model, 0, "disk")
-        findings.tell("update by disk, seconds", round(seconds, 3), not error)
-        compare(findings, served, model, "bfloat16", 0)
-        told_sums(findings, served, hf_tensors(model))
+        updated(findings, served, model, 0, "disk")
         asked = request(256, 151936, SamplingParams(max_tokens=256), length=64)
         for _ in range(2):
             started = time.perf_counter()
@@ -373,7 +381,7 @@ def qwen3(findings: Findings) -> None:
             findings.tell("update by collective through host memory, seconds", round(seconds, 3), not error)
             findings.tell("versions", sorted(set(served.generate(asked).versions.tolist())))
             findings.tell("GiB free", free())
-        compare(findings, served, model, "bfloat16", 3)
+        compare(findings, served, model, 3)
 
 
 def by_handle(findings: Findings) -> None:
@@ -386,12 +394,8 @@ def by_handle(findings: Findings) -> None:
             if version == 2:
                 served.sleep()
                 served.wake_up()
-            error, seconds = push(served, model, version, "ipc", device="cuda")
-            findings.tell("update by ipc, seconds", round(seconds, 3), not error)
-            if error:
-                findings.tell("update by ipc", error, good=False)
+            if not updated(findings, served, model, version, "ipc"):
                 return
-            compare(findings, served, model, "bfloat16", version)
             torch.cuda.empty_cache()
             held.append((torch.cuda.memory_allocated(), free()))
         # After the first update there may be more to come: handles of libraries, kernels that are loaded.
@@ -403,23 +407,19 @@ def repeated(findings: Findings) -> None:
     """With `deterministic` a row's draw depends neither on the others nor on when it is asked."""
     model = random_model(TINY, "bfloat16", 1)
     with engine(findings, TINY, "bfloat16", deterministic=True) as served:
-        push(served, model, 0, "disk")
+        updated(findings, served, model, 0, "disk")
         asked = request(16, 512, SamplingParams(max_tokens=64, temperature=0.9, top_p=0.95))
         first, again, alone = served.generate(asked), served.generate(asked), served.generate(asked.row_range(5, 6))
         findings.tell("drawn twice", "equal", bool(np.array_equal(first.tokens, again.tokens)))
         row = first.tokens[first.offsets[5] : first.offsets[6]]
         findings.tell("drawn alone", "equal", bool(np.array_equal(row, alone.tokens)))
-        compare(findings, served, model, "bfloat16", 0)
 
 
 def experts(findings: Findings) -> None:
     """A model of experts tells which; the share that transformers' routers choose too."""
     model = random_model(EXPERTS, "bfloat16", 1)
     with engine(findings, EXPERTS, "bfloat16", routed_experts=True) as served:
-        error, _ = push(served, model, 0, "collective")
-        findings.tell("update", error or "committed", not error)
-        compare(findings, served, model, "bfloat16", 0, routed=True)
-        told_sums(findings, served, hf_tensors(model))
+        updated(findings, served, model, 0, "collective", routed=True)
         asked = request(4, 512, SamplingParams(max_tokens=16, greedy=True, routed_experts=True))
         drawn = served.generate(asked)
         assert drawn.routed_experts is not None
@@ -507,8 +507,7 @@ def fp8(findings: Findings, fields: Mapping[str, Any], kernels: str) -> None:
             if version == 3:
                 served.sleep()
                 served.wake_up()
-            device = "cuda" if transport == "ipc" else "cpu"
-            error, seconds = push(served, model, version, transport, device=device, weights=weights)
+            error, seconds = push(served, model, version, transport, weights=weights)
             findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)
             if error:
                 findings.tell(f"update by {transport}", error, good=False)
@@ -542,24 +541,8 @@ def two_ranks(findings: Findings) -> None:
     model = random_model(TINY, "bfloat16", 1)
     with engine(findings, TINY, "bfloat16", ranks=2) as served:
         for version, transport in enumerate(["disk", "collective", "ipc"]):
-            device = "cuda" if transport == "ipc" else "cpu"
-            error, seconds = push(served, model, version, transport, ranks=2, device=device)
-            findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)
-            if error:
-                findings.tell(f"update by {transport}", error, good=False)
+            if not updated(findings, served, model, version, transport, ranks=2):
                 return
-            compare(findings, served, model, "bfloat16", version)
-            told_sums(findings, served, hf_tensors(model))
-
-
-def quickstart(findings: Findings) -> None:
-    """The model of `gpu_quickstart` starts, and ranks tell what they hold of it."""
-    with engine(findings, QUICKSTART, "bfloat16") as served:
-        model = random_model(QUICKSTART, "bfloat16", 1)
-        error, _ = push(served, model, 0, "disk")
-        findings.tell("update", error or "committed", not error)
-        compare(findings, served, model, "bfloat16", 0)
-        told_sums(findings, served, hf_tensors(model))
 
 
 def nccl(findings: Findings) -> None:
@@ -571,7 +554,7 @@ def nccl(findings: Findings) -> None:
             error, seconds = push(served, model, version, "collective", device="cuda")
             findings.tell("update by NCCL, seconds", round(seconds, 3), not error)
         torch.cuda.set_device(0)
-        compare(findings, served, model.to("cuda:0"), "bfloat16", 2)
+        compare(findings, served, model.to("cuda:0"), 2)
 
 
 def versions(findings: Findings, precision: str) -> None:
@@ -647,7 +630,6 @@ def versions(findings: Findings, precision: str) -> None:
 PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that each wants
     "small-bfloat16": (1, lambda findings: small(findings, "bfloat16")),
     "small-float32": (1, lambda findings: small(findings, "float32")),
-    "quickstart": (1, quickstart),
     "versions-float32": (1, lambda findings: versions(findings, "float32")),
     "versions-bfloat16": (1, lambda findings: versions(findings, "bfloat16")),
     "ipc": (1, by_handle),

@@ -1,8 +1,7 @@
-"""Prompts with pictures as a run makes them, and what transformers says of the tokens sampled after them."""
+"""Prompts with pictures as a run makes them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from attrs import frozen
 
 from corerl.config import ModelConfig
-from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.engines import GenerateRequest, SamplingParams
 from corerl.models import build_on_meta, hf_boxes, hf_config, load_tokenizer, named_weights
-from corerl.pictures import Picture, PictureInputs
+from corerl.pictures import Picture
 from corerl.rollout import expand
-from corerl.types import Array, FloatArray, IntArray, all_shown, offsets_of
+from corerl.types import IntArray, all_shown, offsets_of
 from corerl_vision.reader import VisionReader
 from corerl_vision.shapes import png
 from corerl_vision.spec import VisionOptions
@@ -68,29 +67,3 @@ def tensors_of(own: Any, model: ModelConfig) -> dict[str, torch.Tensor]:
     built = build_on_meta(hf_config(model), dtype=torch.float32, attention="eager", pictures=True)
     weights = named_weights(own)
     return {box.name: box.view(weights[name].data) for name, boxes in hf_boxes(built).items() for box in boxes}
-
-
-@torch.inference_mode()
-def plain_logprobs(model: Any, inputs: PictureInputs, row: Row, sampled: Array) -> FloatArray:
-    """[m] of the tokens [m] sampled after a row, each sequence alone in one forward."""
-    # The last one, which may be a placeholder, is fed to nobody.
-    tokens = torch.tensor([[*row.tokens.tolist(), *sampled[:-1].tolist()]], device=model.device)
-    given: dict[str, Any] = {}
-    if row.pictures:
-        prepared = inputs.inputs(row.pictures)
-        given = {name: torch.as_tensor(np.array(each), device=model.device) for name, each in prepared.items()}
-        takes = inspect.signature(model.model.forward).parameters
-        kinds = torch.zeros_like(tokens, dtype=torch.int32)
-        kinds[0, : len(row.tokens)] = torch.tensor((row.column > 0) & (row.tokens == inputs.placeholder)).int()
-        given |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in takes}
-    logits = model(input_ids=tokens, use_cache=False, **given).logits[0, len(row.tokens) - 1 :].float()
-    chosen = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(sampled, device=model.device)[:, None])[:, 0]
-    return np.asarray(chosen.cpu().numpy())
-
-
-def apart(model: Any, inputs: PictureInputs, rows: Sequence[Row], drawn: Generation) -> list[FloatArray]:
-    """[rows] of the absolute differences to what the engine says of each of its tokens."""
-    found = []
-    for row, low, high in zip(rows, drawn.offsets[:-1], drawn.offsets[1:], strict=True):
-        found.append(np.abs(plain_logprobs(model, inputs, row, drawn.tokens[low:high]) - drawn.logprobs[low:high]))
-    return found

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import importlib
 import io
-import itertools
 import json
 import os
 import pickle
@@ -65,7 +64,6 @@ class Rank:
         from corerl.models import named_views, routers
 
         config = transformers.AutoConfig.from_pretrained(model_path)
-        form = vars(config).pop("quantization_config", None)  # transformers shall compute with what comes out of blocks
         self.stops = {getattr(config, "eos_token_id", None)} - {None}
         kind = getattr(transformers, config.architectures[0])  # as SGLang chooses it
         self.model = kind._from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
@@ -75,7 +73,6 @@ class Rank:
         self.layers = config.get_text_config().num_hidden_layers
         if lora:
             self.put_adapters(lora, dtype)
-        self.blocks = blocks_of(self.views, form) if form else {}
 
     def put_adapters(self, lora: Mapping[str, Any], dtype: str) -> None:
         import torch
@@ -100,8 +97,7 @@ class Rank:
             module.scale = scale
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        yield from self.model.named_parameters()
-        yield from self.blocks.items()
+        return self.model.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
         return iter(self.model.named_buffers())
@@ -111,39 +107,11 @@ class Rank:
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         for name, tensor in weights:
-            held = self.blocks.get(name, self.views.get(name))
+            held = self.views.get(name)
             if held is None:
                 print(f"Parameter {name} not found in params_dict", flush=True)
                 continue
             held.copy_(tensor)
-
-    def put_together(self) -> None:
-        """What the model computes with, of the blocks that it holds."""
-        for name, scales in self.blocks.items():
-            if name.endswith("_scale_inv"):
-                view = self.views[name.removesuffix("_scale_inv")]
-                values = self.blocks[name.removesuffix("_scale_inv")].float()
-                for i, j in itertools.product(*map(range, scales.shape)):
-                    block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
-                    view[block] = values[block] * scales[i, j]
-
-
-def blocks_of(views: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of layers in FP8, by SGLang's reading of a `quantization_config`: of linear layers, except those
-    that it names, the head, which is none, and routers, which are made without it."""
-    import torch
-
-    if (form["quant_method"], form["activation_scheme"], form["weight_block_size"]) != ("fp8", "dynamic", [128, 128]):
-        raise NotImplementedError(f"no such form: {form}")
-    blocks = {}
-    for name, view in views.items():
-        module = name.removesuffix(".weight")
-        outside = view.ndim != 2 or ".layers." not in name or module.endswith("mlp.gate")
-        if outside or module in form["modules_to_not_convert"]:
-            continue
-        blocks[name] = torch.zeros(view.shape, dtype=torch.float8_e4m3fn)
-        blocks[f"{name}_scale_inv"] = torch.zeros([-(-size // 128) for size in view.shape])
-    return blocks
 
 
 class Server:
@@ -391,7 +359,6 @@ class Server:
                 module, _, function = body["load_format"].rpartition(".")
                 with torch.inference_mode():
                     getattr(importlib.import_module(module), function)(self.ranks[rank], tensors)
-                    self.ranks[rank].put_together()
             except Exception as error:
                 failures.append(f"{type(error).__name__}: {error}")
 
@@ -436,7 +403,7 @@ class Server:
 
             with torch.no_grad():
                 for rank in self.ranks:
-                    for held in (*rank.views.values(), *rank.blocks.values()):
+                    for held in rank.views.values():
                         held.fill_(float("nan"))
         return 200, None
 
@@ -460,8 +427,6 @@ class Server:
         return 200, ""
 
     def freeze(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if self.misbehave.get("never_frozen"):
-            return 404, "Not Found"
         self.log.append("freeze")
         return 200, "Garbage collection frozen.\n"
 
@@ -483,7 +448,6 @@ class Server:
                 "running": self.running,
                 "log": self.log,
                 "cached": self.cached,
-                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
                 "features_cached": os.environ.get(FEATURES_CACHED),
                 "pictures": self.processor.read if self.processor is not None else [],
             },
@@ -515,7 +479,7 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             if self.path == "/health":
-                self.answer(503 if server.misbehave.get("never_healthy") else 200, "")
+                self.answer(200, "")
             elif self.refused():
                 pass
             elif self.path == "/ping":

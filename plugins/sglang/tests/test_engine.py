@@ -6,13 +6,11 @@ import gc
 import json
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +18,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines import UNLIMITED, CacheUse, GenerateRequest, Received, SamplingParams
+from corerl.engines import UNLIMITED, CacheUse, Engine, GenerateRequest, Received, SamplingParams
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
-from corerl.models import hf_config, meta_model, named_views, shapes_of
-from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
+from corerl.weights import Address, bit_sums, build_manifest
 from corerl_sglang import engine as module
 from corerl_sglang.adapters import Adapters
 from corerl_sglang.arguments import VOCABULARY, adapter_misfits
@@ -34,18 +31,20 @@ from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.read import Cut, Sample, read_samples
 from corerl_sglang.start import start_engine
-from corerl_testing import (
-    GuardedSender,
-    Stops,
-    character_tokenizer,
-    open_sender,
-    quantize,
-    to_blocks,
-    until_stop,
-)
+from corerl_testing import Stops, character_tokenizer, until_stop
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
-from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
+from tests.engines.models import (
+    MOE,
+    TIED,
+    context,
+    drawn_adapters,
+    hf_tensors,
+    plain_logprobs,
+    random_model,
+    sequences,
+    update,
+)
 from tests.engines.stopping import assert_cut_at
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked_servers")]
@@ -58,7 +57,6 @@ REQUEST = GenerateRequest(
     params=SamplingParams(max_tokens=6, stop_tokens=(9,), greedy=True),
 )
 PLAIN = WeightsConfig()
-BLOCKS = {**MOE, "hidden_size": 144, "head_dim": 40, "moe_intermediate_size": 136, "initializer_range": 0.1}
 CONTEXT = 2100  # tokens of a row at most
 Start = Callable[..., SglangEngine]
 
@@ -91,6 +89,30 @@ def start(tmp_path_factory: pytest.TempPathFactory, forked_servers: None) -> Ite
         engine.close()
 
 
+@frozen
+class Given:
+    """What a server would be started with."""
+
+    arguments: dict[str, Any]
+    config: dict[str, Any]
+    files: set[str]
+    engine: SglangEngine
+
+
+def given_to_server(model: ModelConfig, directory: Path, weights: WeightsConfig = PLAIN) -> Given:
+    found: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
+
+    def configure(arguments: dict[str, Any]) -> None:
+        at = Path(arguments["model_path"])
+        found.append((arguments, json.loads((at / "config.json").read_text()), {file.name for file in at.iterdir()}))
+
+    directory.mkdir()
+    server = mock.Mock(directory=directory, configure=configure)
+    server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1, "token_capacity": 1}}]}
+    engine = SglangEngine(model, SglangConfig(), evolve(context(), weights=weights), server)
+    return Given(*found[0], engine)
+
+
 @pytest.mark.parametrize("raises", ["save_pretrained", "server_arguments", "Popen"])
 def test_an_engine_without_a_server_leaves_nothing_behind(
     raises: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
@@ -113,75 +135,29 @@ def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> 
     code = {"AutoConfig": "poison.Config", "AutoModelForCausalLM": "poison.Model"}
     (tmp_path / "config.json").write_text(json.dumps({**TIED, "auto_map": code}))
     (tmp_path / "poison.py").write_text("raise RuntimeError('imported')")
-    given: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
-
-    def configure(arguments: dict[str, Any]) -> None:
-        directory = Path(arguments["model_path"])
-        files = sorted(file.name for file in directory.iterdir())
-        given.append((arguments, json.loads((directory / "config.json").read_text()), files))
-        raise OSError("enough")
-
-    (tmp_path / "own").mkdir()
-    server = mock.Mock(directory=tmp_path / "own", configure=configure)
-    with pytest.raises(OSError, match="enough"):
-        SglangEngine(ModelConfig(path=str(tmp_path), vocabulary=7), SglangConfig(), context(), server)
-    server.stop.assert_called_once_with()
-    ((arguments, config, files),) = given
-    assert arguments[VOCABULARY] == 7
-    assert arguments["trust_remote_code"] is False and arguments["skip_tokenizer_init"] is True
-    assert "auto_map" not in config and not [file for file in files if file.endswith(".py")]
+    given = given_to_server(ModelConfig(path=str(tmp_path), vocabulary=7), tmp_path / "own")
+    assert given.arguments[VOCABULARY] == 7
+    assert given.arguments["trust_remote_code"] is False and given.arguments["skip_tokenizer_init"] is True
+    assert "auto_map" not in given.config and given.files == {"config.json"}
 
 
-def push(
-    engine: SglangEngine,
-    tensors: Mapping[str, torch.Tensor],
-    version: int,
-    address: Address,
-    *,
-    weights: WeightsConfig = PLAIN,
-    bucket_bytes: int = 8192,
-    sent: Callable[[Bucket, torch.Tensor], torch.Tensor] = lambda bucket, flat: flat,
-) -> Received:
-    """What the engine says of one update. `sent` may do something to each bucket's buffer."""
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    manifest = build_manifest(shapes, dtype="float32", bucket_bytes=bucket_bytes)
-    stream = quantized(manifest, weights.unquantized) if weights.quantize == "fp8" else manifest
-    received: list[Received] = []
-    lost: dict[str, str] = {}
-
-    def receive() -> None:
-        received.append(engine.receive(stream, version, address))
-        if received[0].error:  # the driver says so to the ranks
-            lost.update(dict.fromkeys(address.engines, received[0].error))
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    sender = GuardedSender(open_sender(address, lost=lost), verify=False)
-    sender.open(stream, version)
-    for bucket, as_sent in zip(manifest.buckets, stream.buckets, strict=True):
-        flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
-        if stream is not manifest:
-            plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8)
-            quantize(bucket, plain, as_sent, flat)
-        sender.send(as_sent, sent(as_sent, flat))
-    sender.finish()
-    thread.join()
-    sender.close()
-    return received[0]
+def test_an_fp8_server_is_told_which_layers_stay_as_they_are(tmp_path: Path) -> None:
+    model = ModelConfig(config={**MOE, "hidden_size": 144, "head_dim": 40})
+    plain = given_to_server(model, tmp_path / "plain").engine._shapes
+    given = given_to_server(model, tmp_path / "own", WeightsConfig(quantize="fp8", unquantized=("o_proj",)))
+    assert given.arguments["quantization"] == given.config["quantization_config"]["quant_method"] == "fp8"
+    layers = [f"model.layers.{layer}.{each}" for layer in range(2) for each in ("self_attn.o_proj", "mlp.gate")]
+    kept = given.config["quantization_config"]["modules_to_not_convert"]
+    assert sorted(kept) == sorted(["model.embed_tokens", "lm_head", *layers])
+    scales = {name: shape for name, shape in given.engine._shapes.items() if name not in plain}
+    assert plain.items() <= given.engine._shapes.items() and len(scales) == 2 * (3 + 3 * 4)  # q, k, v; of 4 experts
+    assert scales["model.layers.1.self_attn.q_proj.weight_scale_inv"] == (2, 2)  # of 160 x 144
 
 
-def on_disk(path: Path, ranks: int = 1) -> Address:
-    return Address(transport="disk", engines=names(ranks), path=str(path), timeout=20.0)
-
-
-def by_collective(ranks: int = 1) -> Address:
-    listening = socket.create_server(("127.0.0.1", 0))
-    at = {"host": "127.0.0.1", "port": listening.getsockname()[1], "listen_fd": listening.detach()}
-    return Address(transport="collective", engines=names(ranks), timeout=20.0, **at)
-
-
-def names(ranks: int) -> tuple[str, ...]:
-    return tuple(f"engine-0 rank {rank}" for rank in range(ranks))
+def push(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int, path: Path, **how: Any) -> Received:
+    """What the engine says of one update."""
+    (received,) = update([engine], tensors, version=version, path=path, **how)
+    return received
 
 
 def said(engine: SglangEngine) -> dict[str, Any]:
@@ -189,21 +165,9 @@ def said(engine: SglangEngine) -> dict[str, Any]:
     return told
 
 
-def status_of(engine: SglangEngine, method: str, path: str, headers: dict[str, str]) -> int:
-    connection = HTTPConnection("127.0.0.1", engine._server.port, timeout=60.0)
-    connection.request(method, path, None if method == "GET" else "{}", headers)
-    status = connection.getresponse().status
-    connection.close()
-    return status
-
-
-def await_running(engine: SglangEngine, calls: int) -> None:
-    while said(engine)["stand_in"]["running"] < calls:
-        time.sleep(0.05)
-
-
-def await_holding(engine: SglangEngine, times: int = 1) -> None:
-    while said(engine)["stand_in"]["holding"] < times:
+def await_number(engine: SglangEngine, name: str, number: int) -> None:
+    """Until the stand-in counts as many."""
+    while said(engine)["stand_in"][name] < number:
         time.sleep(0.05)
 
 
@@ -211,8 +175,6 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     """One server for all that does not end it: starting one takes seconds."""
     engine = start(TIED, deterministic=True, context_length=CONTEXT, stand_in={"retractions": 3})
     assert said(engine)["stand_in"]["log"] == ["freeze"]  # once, before it serves
-    for key in ({}, {"Authorization": "Bearer guessed"}):  # of another user of the machine
-        assert status_of(engine, "GET", "/server_info", key) == status_of(engine, "POST", "/abort_request", key) == 401
     with pytest.raises(EngineFailed, match="no weights have arrived yet"):
         engine.generate(REQUEST)
 
@@ -222,20 +184,15 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     model = random_model(TIED, seed=1)
     tensors = hf_tensors(model, tmp_path / "one")
     assert "lm_head.weight" not in tensors  # tied
-    received = push(engine, tensors, 0, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 0, tmp_path / "weights")
     assert received.error == ""
     assert received.bytes == sum(tensor.nbytes for tensor in tensors.values())
     # What it says of its weights is what was sent: all of it, and the whole of each tensor.
     assert engine.weight_sums("float32") == bit_sums(tensors)
-    with (
-        mock.patch.object(engine._server, "post", return_value=b'{"output_ids": [1]}'),
-        pytest.raises(EngineFailed, match="engine-0: cannot read its server's answer to /generate: Expected `array`"),
-    ):
-        engine.generate(REQUEST)
     drawn = engine.generate(REQUEST)
     assert engine.cache_use().retracted == 3 * len(REQUEST)
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
-    push_to(reference, tensors, tmp_path / "reference")
+    assert push(reference, tensors, 0, tmp_path / "reference").error == ""
     expected = reference.generate(REQUEST)
     assert drawn.tokens.tolist() == expected.tokens.tolist()
     assert drawn.offsets.tolist() == expected.offsets.tolist()
@@ -287,46 +244,30 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         drawn_whole = engine.generate(whole)
         assert drawn_whole.truncated.all() and len(drawn_whole.tokens) == CONTEXT - begins
 
-    # Other weights, by broadcast; no key or value of the old ones is left to be used.
+    # Other weights; no key or value of the old ones is left to be used.
     model = random_model(TIED, seed=2)
-    address = by_collective()
     assert said(engine)["stand_in"]["cached"] > 0
-    received = push(engine, hf_tensors(model, tmp_path / "two"), 5, address)
+    received = push(engine, hf_tensors(model, tmp_path / "two"), 5, tmp_path / "weights")
     assert received.error == ""
     assert said(engine)["stand_in"]["cached"] == 0
     drawn = engine.generate(REQUEST)
     assert set(drawn.versions) == {5}
     check_greedy(model, drawn)
 
-    # A version that is not above changes nothing.
-    received = push(engine, hf_tensors(random_model(TIED, seed=3), tmp_path / "three"), 5, by_collective())
-    assert received.error == "version 5 is not newer than 5, which engine-0 already has"
-    assert engine.generate(REQUEST).tokens.tolist() == drawn.tokens.tolist()
-
-    # Nor do other tensors, but then nothing is served until a full set has come.
+    # Other tensors load nothing, but then nothing is served until a full set has come.
     wrong = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
-    received = push(engine, wrong, 6, on_disk(tmp_path / "weights"))
+    received = push(engine, wrong, 6, tmp_path / "weights")
     assert received.error.startswith(f"the trainer does not send 1 of the model's {len(tensors)} tensors, such as ")
     with pytest.raises(EngineFailed, match="the update to weights version 6 did not complete .*'model.norm.weight'"):
         engine.generate(REQUEST)
 
-    # What is damaged on its way is refused where it arrives: in the server's rank.
-    def damage(path: Path) -> Callable[[Bucket, torch.Tensor], torch.Tensor]:
-        def sent(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-            if bucket.index == 2:
-                file = path / "v00000007-.partial" / "bucket-00001.safetensors"
-                content = bytearray(file.read_bytes())
-                content[-3] ^= 1
-                file.write_bytes(content)
-            return flat
-
-        return sent
-
-    received = push(engine, tensors, 7, on_disk(tmp_path / "weights"), sent=damage(tmp_path / "weights"))
-    assert "bucket 1 of version 7 was damaged in transit" in received.error
+    # What fails in the server's rank is told.
+    manifest = build_manifest([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], dtype="float32")
+    received = engine.receive(manifest, 7, Address(transport="pigeon", engines=("engine-0",)))
+    assert received.error.startswith("unknown transport 'pigeon'") and not received.died
 
     # Asleep it has no memory and no weights; awake it has the weights' memory alone, until it generates.
-    received = push(engine, tensors, 8, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 8, tmp_path / "weights")
     assert received.error == ""
     weights, cache = received.bytes, 2**29
     before = len(said(engine)["stand_in"]["log"])
@@ -334,20 +275,20 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     assert engine.sleep() == 0
     with pytest.raises(EngineFailed, match="its weights were put to sleep"):
         engine.generate(REQUEST)
-    received = push(engine, tensors, 9, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 9, tmp_path / "weights")
     assert received.error == "the engine's weights are asleep; wake it up first"
     assert engine.wake_up() == weights
     assert engine.wake_up() == 0
     with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
         engine.generate(REQUEST)
-    received = push(engine, tensors, 10, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 10, tmp_path / "weights")
     assert received.error == ""
     check_greedy(random_model(TIED, seed=1), engine.generate(REQUEST))
     engine.sleep()
     engine.wake_up()
     engine.sleep()  # the caches still sleep
     engine.wake_up()
-    push(engine, tensors, 11, on_disk(tmp_path / "weights"))
+    push(engine, tensors, 11, tmp_path / "weights")
     assert set(engine.generate(REQUEST).versions) == {11}
     sleep, wake, caches = "release cuda_graph kv_cache weights", "resume weights", "resume cuda_graph kv_cache"
     assert said(engine)["stand_in"]["log"][before:] == [
@@ -368,7 +309,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     endless = evolve(REQUEST.row_range(0, 1), params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=()))
     with ThreadPoolExecutor(2) as others:
         calls = [others.submit(engine.generate, endless) for _ in range(2)]
-        await_running(engine, 2)
+        await_number(engine, "running", 2)
         with pytest.raises(EngineFailed, match=too_long):
             engine.generate(long)
         for call in calls:
@@ -400,7 +341,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     assert set(engine.generate(REQUEST).versions) == {11}
     with ThreadPoolExecutor(1) as others:  # of what failed before that it says nothing any more
         call = others.submit(engine.generate, endless)
-        await_running(engine, 1)
+        await_number(engine, "running", 1)
         engine._server.post("/abort_request", {"rid": "", "abort_all": True})
         with pytest.raises(EngineFailed, match=r"ended a sample after \d+ tokens: \{'type': 'abort'"):
             call.result()
@@ -420,48 +361,26 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     threading.Timer(0.3, os.kill, [engine._server.pid, signal.SIGKILL]).start()
     with pytest.raises(WorkerDied, match=r"its server was killed by SIGKILL; its log .* \(during /generate"):
         engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=())))
-    received = push(engine, tensors, 12, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 12, tmp_path / "weights")
     assert "engine-0: its server was killed by SIGKILL; its log " in received.error
     assert received.died
 
 
-@pytest.mark.nightly
-def test_fp8_weights_are_loaded_as_sent(start: Start, tmp_path: Path) -> None:
-    """Twice, with blocks that are whole and blocks that are not; one kind of layer stays as it is."""
-    weights = WeightsConfig(quantize="fp8", unquantized=("o_proj",))
-    engine = start(BLOCKS, ranks=2, weights=weights)
-    for version, address in enumerate([on_disk(tmp_path / "weights", 2), by_collective(2)]):
-        model = random_model(BLOCKS, seed=version)
-        tensors = hf_tensors(model, tmp_path / f"{version}")
-        received = push(engine, tensors, version, address, weights=weights)
-        assert received.error == ""
-
-        sent: dict[str, torch.Tensor] = {}
-        for name, view in named_views(model).items():
-            if "layers" not in name or view.ndim < 2 or name.endswith(("mlp.gate.weight", "o_proj.weight")):
-                sent[name] = tensors[name]
-                continue
-            scales = torch.empty([-(-size // 128) for size in view.shape])
-            values = torch.empty(view.shape, dtype=torch.float8_e4m3fn)
-            to_blocks(tensors[name], values, scales)
-            sent |= {name: values, f"{name}_scale_inv": scales}
-            spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: view.shape[0], : view.shape[1]]
-            view.copy_(values.float() * spread)
-            # Half of the last of 3 bits of mantissa; the smallest numbers are 2**-9 apart.
-            assert ((view - tensors[name]).abs() <= torch.maximum(tensors[name].abs() * 2**-4, spread * 2**-10)).all()
-        assert len(sent) == len(tensors) + 2 * (3 + 3 * 4)  # scales of q, k, v and of 4 experts, in two layers
-        assert received.bytes < 0.5 * sum(tensor.nbytes for tensor in tensors.values())
-        assert engine.weight_sums("uint8") == bit_sums(sent)
-        drawn = engine.generate(REQUEST)
-        assert set(drawn.versions) == {version}
-        check_greedy(model, drawn)  # of the weights that blocks make
-
-    received = push(engine, tensors, 2, on_disk(tmp_path / "weights", 2))
-    first = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
-    assert received.error == f"the trainer does not send 30 of the model's {len(sent)} tensors, such as {first!r}"
+def test_reported_experts_are_those_of_transformers(start: Start, tmp_path: Path) -> None:
+    fields = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}  # a layer without experts
+    reference = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), context())
+    engine, asked = (
+        start(fields, routed_experts=True),
+        evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True)),
+    )
+    tensors = hf_tensors(random_model(fields, seed=1), tmp_path / "model")
+    for each in (engine, reference):
+        assert push(each, tensors, 0, tmp_path / "weights").error == ""
+    found, expected = engine.generate(asked), reference.generate(asked)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_array_equal(found.routed_experts, expected.routed_experts)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("aborts", "what"),
     [
@@ -474,11 +393,11 @@ def test_a_server_that_does_not_abort_does_not_block_pause(
 ) -> None:
     misbehaviour = {"held_at": 3, "aborts": aborts}
     engine = start(TIED, stand_in=misbehaviour, health_timeout=1.0, server={"watchdog_timeout": 0.5})
-    received = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
+    received = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, tmp_path / "w")
     assert received.error == ""
     with ThreadPoolExecutor(1) as others:
         call = others.submit(engine.generate, REQUEST)
-        await_holding(engine)
+        await_number(engine, "holding", 1)
         engine.pause()
         with pytest.raises(WorkerDied, match=f"engine-0: its server {what}"):
             call.result()
@@ -487,11 +406,6 @@ def test_a_server_that_does_not_abort_does_not_block_pause(
 def one_token(token: int) -> dict[str, Any]:
     """The prompt of a row."""
     return {"tokens": np.array([token]), "offsets": np.array([0, 1])}
-
-
-def push_to(engine: TransformersEngine, tensors: Mapping[str, torch.Tensor], path: Path, version: int = 0) -> None:
-    received = push(engine, tensors, version, on_disk(path))  # type: ignore[arg-type]
-    assert received.error == ""
 
 
 def check_greedy(model: Any, drawn: Any) -> None:
@@ -505,69 +419,45 @@ def check_greedy(model: Any, drawn: Any) -> None:
 LORA = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})  # SGLang itself knows alpha / rank alone
 
 
-def drawn_adapters(
-    weights: Mapping[str, torch.Tensor], generator: torch.Generator
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Adapters, and the weights that they come to."""
-    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=LORA))
-    made = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)}
-    merged = dict(weights)
-    for name in weights:
-        a, b = adapters_of(name)
-        if a in made:
-            merged[name] = weights[name] + LORA.scale * made[b] @ made[a]
-    return made, merged
+def adapters_on(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[dict[str, torch.Tensor], ...]:
+    return drawn_adapters(ModelConfig(config=TIED), LORA, weights, scale=7 / 3**0.5, seed=seed)
 
 
 def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Path) -> None:
-    held = {"8": "Aborted", "9": "Abort in waiting queue"}
-    engine = start(TIED, ranks=2, lora=LORA, stand_in={"held_in_lookup": [5, 6], "held": held})
-    reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
-    address, weights = on_disk(tmp_path / "weights", 2), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
-    generator = torch.Generator().manual_seed(4)
-    made, merged = drawn_adapters(weights, generator)
-    received = push(engine, made, 0, address)
-    assert "send all weights first" in received.error
-    samples = []
+    held = {"5": "Aborted", "6": "Abort in waiting queue"}
+    engine = start(TIED, ranks=2, lora=LORA, stand_in={"held_in_lookup": [2, 3], "held": held})
+    path, weights = tmp_path / "weights", hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
+    made, _ = adapters_on(weights, 0)
     for version in (1, 2, 3):
         sent = {**weights, **made} if version == 1 else made
-        received = push(engine, sent, version, address)
+        received = push(engine, sent, version, path, ranks=2)
         assert (received.error, received.bytes) == ("", sum(tensor.nbytes for tensor in sent.values()))
-        push_to(reference, merged, tmp_path / f"reference-{version}", version)
-        found, expected = engine.generate(REQUEST), reference.generate(REQUEST)
-        assert found.tokens.tolist() == expected.tokens.tolist()
-        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
-        samples.append(found.logprobs.tolist())
-        made, merged = drawn_adapters(weights, generator)
-    assert samples[0] != samples[1] != samples[2]  # the adapters matter
     loads = [line for line in said(engine)["stand_in"]["log"] if "load" in line]
     assert loads == ["load v1", "load v2", "load v3", "unload v1"]
-    asked = {"input_ids": [[3, 4]], "sampling_params": [{"max_new_tokens": 1}], "lora_path": "v1"}
-    with pytest.raises(EngineFailed, match="Got LoRA adapter that has never been loaded: v1"):
-        engine._server.post("/generate", asked)
+    found = engine.generate(REQUEST)
 
     # Aborted before the scheduler has it, a request is refused: where the engine is paused, nothing has been drawn.
     with ThreadPoolExecutor(1) as others:
         call = others.submit(engine.generate, REQUEST)
-        await_holding(engine, 1)
+        await_number(engine, "holding", 1)
         engine.pause()
         cut = call.result()
         assert (cut.tokens.tolist(), cut.unfinished.tolist()) == ([], [True] * len(REQUEST))
         engine.resume()
         call = others.submit(engine.generate, REQUEST)
-        await_holding(engine, 2)
+        await_number(engine, "holding", 2)
         engine._server.post("/abort_request", {"rid": "", "abort_all": True})
-        with pytest.raises(Cut, match="engine-0: its server refused /generate with status 400: Request 6 was aborted"):
+        with pytest.raises(Cut, match="engine-0: its server refused /generate with status 400: Request 3 was aborted"):
             call.result()
     assert engine.generate(REQUEST).tokens.tolist() == found.tokens.tolist()
 
     # What waited when it was aborted, as it did twice of version 3 and once of 5, keeps its adapters in the server.
     with ThreadPoolExecutor(1) as others:
         for version in range(4, 9):
-            assert push(engine, made, version, address).error == ""
+            assert push(engine, made, version, path, ranks=2).error == ""
             if version < 6:
                 call = others.submit(engine.generate, REQUEST)
-                await_holding(engine, version - 1)
+                await_number(engine, "holding", version - 1)
                 engine.pause()
                 assert call.result().unfinished.any()
                 engine.resume()
@@ -576,23 +466,22 @@ def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Pa
 
     engine.sleep()
     engine.wake_up()
-    received = push(engine, made, 9, address)
+    received = push(engine, made, 9, path, ranks=2)
     assert "send all weights first" in received.error
 
 
 def test_each_version_held_is_sampled_as_if_alone(start: Start, tmp_path: Path) -> None:
-    engine = start(TIED, lora=LORA, weights=WeightsConfig(versions=2))
+    engine = start(TIED, ranks=2, lora=LORA, weights=WeightsConfig(versions=2))
     assert said(engine)["max_loras_per_batch"] == 3
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
-    address, weights = on_disk(tmp_path / "weights", 1), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
-    generator, expected, first = torch.Generator().manual_seed(4), {}, {}
+    weights, expected, first = hf_tensors(random_model(TIED, seed=1), tmp_path / "one"), {}, {}
     for version, held in {1: (1,), 2: (1, 2), 3: (2, 3), 4: (2, 4), 5: (4, 5)}.items():
         if version == 4:
             engine.forget(3)
-        made, merged = drawn_adapters(weights, generator)
-        received = push(engine, {**weights, **made} if version == 1 else made, version, address)
+        made, merged = adapters_on(weights, version)
+        received = push(engine, {**weights, **made} if version == 1 else made, version, tmp_path / "weights", ranks=2)
         assert (received.error, received.held) == ("", held)
-        push_to(reference, merged, tmp_path / f"reference-{version}", version)
+        push(reference, merged, version, tmp_path / f"reference-{version}")
         expected[version] = reference.generate(REQUEST)
         for each in (*held, held[0]):
             found = engine.generate(evolve(REQUEST, version=each))
@@ -626,8 +515,8 @@ def scoring(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sgl
     engine = start(TIED)
     reference = TransformersEngine(model, TransformersConfig(), context())
     tensors = hf_tensors(random_model(TIED, seed=1), at / "one")
-    assert push(engine, tensors, 0, on_disk(at / "weights")).error == ""
-    push_to(reference, tensors, at / "reference")
+    assert push(engine, tensors, 0, at / "weights").error == ""
+    push(reference, tensors, 0, at / "reference")
     return engine, reference
 
 

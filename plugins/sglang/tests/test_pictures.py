@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import unquote, urlparse
 
 import numpy as np
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -37,10 +36,11 @@ from corerl_sglang.pictures import IN_TEXT, body_of, contracted, files_of, shown
 from corerl_sglang.start import start_engine
 from corerl_vision.processor import VisionInputs
 from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
-from plugins.sglang.tests.picture_rows import Row, apart, request_of, rows_of, squares, tensors_of
-from plugins.sglang.tests.test_engine import on_disk, push, said
+from plugins.sglang.tests.picture_rows import Row, request_of, rows_of, squares, tensors_of
+from plugins.sglang.tests.test_engine import given_to_server, push, said
 from tests.end_to_end.command import metrics
 from tests.engines.models import context
+from tests.pictured import apart
 from tests.pictures import FAMILIES, of_pictures, pictures_config, tensors_in, write_pictures
 
 RUN = """
@@ -88,30 +88,6 @@ if __name__ == "__main__":
 """
 
 
-@frozen
-class Given:
-    """What a server would be started with."""
-
-    arguments: dict[str, Any]
-    config: dict[str, Any]
-    files: set[str]
-    engine: SglangEngine
-
-
-def given_to_server(model: ModelConfig, directory: Path) -> Given:
-    found: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
-
-    def configure(arguments: dict[str, Any]) -> None:
-        at = Path(arguments["model_path"])
-        found.append((arguments, json.loads((at / "config.json").read_text()), {file.name for file in at.iterdir()}))
-
-    directory.mkdir()
-    server = mock.Mock(directory=directory, configure=configure)
-    server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1, "token_capacity": 1}}]}
-    engine = SglangEngine(model, SglangConfig(), context(), server)
-    return Given(*found[0], engine)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_server_is_started_for_text_alone(family: str, tmp_path: Path) -> None:
     directory = write_pictures(family, tmp_path / "model")
@@ -140,13 +116,20 @@ def test_with_pictures_the_server_has_tower_and_processor(family: str, tmp_path:
     assert given.engine._shapes.keys() == published and any(map(of_pictures, published))
 
 
-def test_an_attention_without_masks_is_refused_where_pictures_need_them() -> None:
-    for kind, shown_pictures in (("gemma3", True), ("gemma3", False), ("qwen3_vl", True)):
-        options = SglangConfig(attention_backend="fa3")
-        refused = kind == "gemma3" and shown_pictures
-        message = "attention_backend: 'fa3', but in a gemma3 model the tokens of a picture see each other"
-        with pytest.raises(ConfigError, match=message) if refused else nullcontext():
-            server_arguments(options, context(), model=Path("m"), shown=kind if shown_pictures else "")
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("gemma3", {"attention_backend": "fa3"}, r"attention_backend: 'fa3', .*; use 'triton'$"),
+        ("gemma3", {"server": {"prefill_attention_backend": "fa3"}}, "server.prefill_attention_backend: 'fa3', "),
+        ("gemma3", {"server": {"chunked_prefill_size": 8192}}, r"server.chunked_prefill_size: 8192, .*; use -1$"),
+        ("gemma3", {"attention_backend": "triton", "server": {"chunked_prefill_size": -1}}, ""),
+        ("qwen3_vl", {"attention_backend": "fa3", "server": {"chunked_prefill_size": 8192}}, ""),
+        ("", {"attention_backend": "fa3"}, ""),  # a gemma3 that is shown none
+    ],
+)
+def test_settings_without_masks_are_refused_where_pictures_need_them(kind: str, options: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engines.sglang.{told}") if told else nullcontext():
+        server_arguments(SglangConfig(**options), context(), model=Path("m"), shown=kind)
 
 
 def test_a_model_without_processor_files_is_refused(tmp_path: Path) -> None:
@@ -233,7 +216,7 @@ def served(model: ModelConfig, directory: Path, **server: Any) -> Iterator[tuple
     try:
         own = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
         tensors = tensors_of(own, model)
-        assert push(engine, tensors, 0, on_disk(directory / "weights"), bucket_bytes=2**20).error == ""
+        assert push(engine, tensors, 0, directory / "weights").error == ""
         assert engine.weight_sums("float32") == bit_sums(tensors)
         yield engine, own
     finally:
@@ -256,7 +239,7 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         sent = said(engine)["stand_in"]["pictures"]
         assert len(sent) == 7 and len(set(sent)) == len(request.pictures) == 3  # one file, however many rows show it
         assert not list(engine._directory.glob("pictures-*"))
-        for found in apart(own, inputs, [*rows, rows[1], rows[1]], drawn):
+        for found in apart(own, inputs, request, drawn):
             assert len(found) and found.max() < 1e-5
         # It sees: of the same words about another picture it says something else.
         (other,) = rows_of(model, [("<image>a+b=", (squares(16, 16, seed=9),))])
@@ -265,7 +248,7 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         # A tower that slept is sent again, also if nobody trains it.
         engine.sleep()
         engine.wake_up()
-        again = push(engine, tensors_of(own, model), 1, on_disk(tmp_path / "weights"), bucket_bytes=2**20)
+        again = push(engine, tensors_of(own, model), 1, tmp_path / "weights")
         assert again.error == ""
         again = engine.generate(request)
         assert again.tokens.tolist() == drawn.tokens.tolist()
@@ -292,8 +275,8 @@ def test_another_number_of_placeholders_ends_the_call(tmp_path: Path) -> None:
         with pytest.raises(EngineFailed, match="SGLang might never answer"):
             engine.generate(request_of([sampled], PARAMS))
         assert said(engine)["stand_in"]["pictures"] == before
-        drawn = engine.generate(request_of(rows[:1], PARAMS))
-        (found,) = apart(own, VisionInputs(model), rows[:1], drawn)
+        text = request_of(rows[:1], PARAMS)
+        (found,) = apart(own, VisionInputs(model), text, engine.generate(text))
         assert found.max() < 1e-5
 
 

@@ -140,6 +140,8 @@ def test_an_answer_that_ends_before_its_rows_is_an_error() -> None:
         parts.take(b'{"error": {"message": "too long", "code": 400}}')
     with pytest.raises(EngineFailed, match="engine-0: cannot read its server's answer to /generate"):
         parts.take(b'{"index": 0, "output_ids"')
+    with pytest.raises(EngineFailed, match="engine-0: cannot read its server's answer to /generate: Expected `array`"):
+        READER.samples(b'{"output_ids": [1]}')
 
 
 WHOLE = answer([4, 5, STOP], "stop")

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class ServerArgs:
     host: str = ""
     port: int = 0
     tp_size: int = 1
+    enable_multimodal: bool = False
     api_key: str = ""
 """
 
@@ -187,68 +189,28 @@ time.sleep(600)
         assert gone(pid) and gone(rank_of(tmp_path)) and not (tmp_path / "own").exists()
 
 
-def test_unknown_sglang_arguments_are_reported(servers: list[Server], tmp_path: Path) -> None:
-    ends = "def run_server(args):\n    raise SystemExit(repr(args))\n"
-    path = package(tmp_path, {"__init__": "", "srt.server_args": FAKE_ARGS, "launch_server": ends})
-    server = start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=2)
-    with pytest.raises(EngineFailed) as raised:
-        server.wait_ready(60.0)
-    own = f"host='127.0.0.1', port={server.port}, tp_size=2, api_key='***'"  # as SGLang writes them to its log
-    assert raised.value.message.endswith(f"ServerArgs(model_path='m', {own})")
-    with pytest.raises(EngineFailed, match="no argument 'tp_sise'; did you mean 'tp_size'[?]"):
-        start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_sise=2).wait_ready(60.0)
-
-
-def test_ranks_are_prepared_as_they_are_spawned(servers: list[Server], tmp_path: Path) -> None:
-    """What is prepared is in test_launch."""
-    operation = """class {}:
-    def forward_cuda(self): return "a kernel"
-    def forward_native(self): return "torch's own"
-"""
-    modules = {
-        "srt.layers.activation": operation.format("SiluAndMul"),
-        "srt.layers.layernorm": operation.format("RMSNorm"),
-        "srt.layers.rotary_embedding.base": operation.format("RotaryEmbedding"),
-        "srt.server_args": FAKE_ARGS + "    dtype: str = ''\n",
-        "rank": """from sglang.srt.layers.activation import SiluAndMul
-def run(said): said.put(SiluAndMul().forward_cuda())
-""",
-    }
-    with pytest.raises(EngineFailed, match="ranks say torch's own"):
-        started_with(servers, tmp_path, modules, dtype="float32").wait_ready(60.0)
-
-
-def test_a_server_too_old_for_pictures_says_so(servers: list[Server], tmp_path: Path) -> None:
-    modules = {"srt.server_args": FAKE_ARGS + "    enable_multimodal: bool = False\n", "rank": ""}
-    about = tmp_path / "site" / "sglang-0.5.15.dist-info"
-    about.mkdir(parents=True)
+@pytest.fixture
+def launched(servers: list[Server], tmp_path: Path) -> Callable[..., Server]:
+    """Starts servers of a package `sglang`, which end at once with what they were given."""
+    package = tmp_path / "site" / "sglang"
+    (package / "srt").mkdir(parents=True)
+    (package / "srt" / "server_args.py").write_text(FAKE_ARGS)
+    (package / "launch_server.py").write_text("def run_server(args):\n    raise SystemExit(repr(args))\n")
+    (about := tmp_path / "site" / "sglang-0.5.15.dist-info").mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.15\n")
-    server = started_with(servers, tmp_path, modules, enable_multimodal=True)
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    return partial(start, servers, tmp_path, "corerl_sglang.launch", {"PYTHONPATH": path}, model_path="m")
+
+
+def test_unknown_sglang_arguments_are_reported(launched: Callable[..., Server]) -> None:
+    with pytest.raises(EngineFailed) as raised:
+        (server := launched(tp_size=2)).wait_ready(60.0)
+    own = f"port={server.port}, tp_size=2, enable_multimodal=False, api_key='***')"  # as SGLang writes them to its log
+    assert raised.value.message.endswith(f"ServerArgs(model_path='m', host='127.0.0.1', {own}")
+    with pytest.raises(EngineFailed, match="no argument 'tp_sise'; did you mean 'tp_size'[?]"):
+        launched(tp_sise=2).wait_ready(60.0)
+
+
+def test_a_server_too_old_for_pictures_says_so(launched: Callable[..., Server]) -> None:
     with pytest.raises(EngineFailed, match="model.pictures wants SGLang 0.5.17 or later, but 0.5.15 is installed"):
-        server.wait_ready(60.0)
-
-
-def package(directory: Path, modules: Mapping[str, str]) -> dict[str, str]:
-    """A package `sglang` of these modules, and the environment that has it."""
-    for name, code in modules.items():
-        file = directory / "site" / "sglang" / (name.replace(".", "/") + ".py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code)
-    return {"PYTHONPATH": os.pathsep.join([str(directory / "site"), os.environ.get("PYTHONPATH", "")])}
-
-
-def started_with(servers: list[Server], tmp_path: Path, modules: Mapping[str, str], **given: Any) -> Server:
-    """A server of a package `sglang` with these modules, which ends at once with what the function `run` of its `rank`
-    says in a spawned process."""
-    launch_server = """import multiprocessing
-from sglang import rank
-def run_server(args):
-    context = multiprocessing.get_context("spawn")
-    said = context.Queue()
-    context.Process(target=rank.run, args=(said,)).start()
-    raise SystemExit(f"ranks say {said.get()}")
-"""
-    path = package(tmp_path, {**modules, "launch_server": launch_server})
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    given = {"model_path": str(tmp_path), "tp_size": 1, **given}
-    return start(servers, tmp_path, "corerl_sglang.launch", path, **given)
+        launched(enable_multimodal=True).wait_ready(60.0)

@@ -36,11 +36,12 @@ def test_where_sglang_is_not_installed_no_server_is_started(tmp_path: Path, monk
 
 
 @pytest.mark.processes
-def test_a_launcher_gets_one_argument_and_a_quick_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = f"[sys.argv[1:], os.environ[{HEALTH_GENERATES!r}]]"
+def test_a_launcher_gets_one_argument_and_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = f"[sys.argv[1:], os.environ[{HEALTH_GENERATES!r}], os.environ['CUDA_VISIBLE_DEVICES']]"
     (tmp_path / "own_launcher.py").write_text(f"import json, os, sys; print(json.dumps({told}))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = start_server(ModelConfig(), SglangConfig(launcher="own_launcher"), evolve(context(), run_dir=str(tmp_path)))
+    given = evolve(context(), run_dir=str(tmp_path), devices=("3", "GPU-5"))
+    own = start_server(ModelConfig(), SglangConfig(launcher="own_launcher"), given)
     try:
         until = time.monotonic() + 60.0
         while own.alive:
@@ -49,7 +50,7 @@ def test_a_launcher_gets_one_argument_and_a_quick_health_check(tmp_path: Path, m
         printed = json.loads((tmp_path / "logs" / "engine-0.log").read_text())
     finally:
         own.stop()
-    assert printed == [[str(own.directory / "arguments.json")], "false"]
+    assert printed == [[str(own.directory / "arguments.json")], "false", "3,GPU-5"]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from corerl.engines import (
     split,
 )
 from corerl.errors import EngineFailed
-from corerl.models import hf_config, meta_model, shapes_of
 from corerl.ops import hash_keys
-from corerl.weights import bit_sums, build_manifest, is_adapter, quantized
+from corerl.weights import bit_sums, build_manifest, quantized
 from corerl_testing import character_tokenizer, drawn_model, quantize, smallest_config, until_stop
 from corerl_transformers.engine import TransformersEngine, keep_likeliest
 from corerl_transformers.spec import TransformersConfig
@@ -34,6 +33,7 @@ from tests.engines.models import (
     UNTIED,
     VOCAB,
     context,
+    drawn_adapters,
     hf_tensors,
     pause_after,
     plain_logprobs,
@@ -240,25 +240,18 @@ def test_ids_beyond_the_vocabulary_are_never_sampled(tmp_path: Path, more: Mappi
     assert_logprobs_of(model, asked, generation, known=10)
 
 
-def test_top_p_samples_the_nucleus_and_records_full_logprobs(tied: tuple[TransformersEngine, Any]) -> None:
+@pytest.mark.parametrize("more", [{"top_p": 0.7}, {"top_k": 3}], ids=["top_p", "top_k"])
+def test_the_likeliest_alone_are_sampled_with_full_logprobs(
+    tied: tuple[TransformersEngine, Any], more: Mapping[str, Any]
+) -> None:
     served, model = tied
-    params = SamplingParams(temperature=1.5, top_p=0.7, max_tokens=1)
-    asked = same_prompt(4000, params)
-    generation = served.generate(asked)
+    params = SamplingParams(temperature=1.5, max_tokens=1, **more)
+    generation = served.generate(same_prompt(2000, params))
     full = plain_logprobs(model, [1, 5, 8, 0], 1.5)[-1]
-    probabilities = full.exp().double()
-    nucleus, held = [], 0.0
-    for token in probabilities.argsort(descending=True).tolist():
-        nucleus.append(token)
-        held += float(probabilities[token])
-        if held >= 0.7:
-            break
-    assert 1 < len(nucleus) < VOCAB
-    assert set(generation.tokens.tolist()) == set(nucleus)
-    kept = torch.zeros(VOCAB, dtype=torch.float64)
-    kept[nucleus] = probabilities[nucleus] / held
+    kept = keep_likeliest(full[None], params.top_p, params.top_k)[0].isfinite()
+    assert 1 < kept.sum() < VOCAB and set(generation.tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())
     counts = torch.bincount(torch.from_numpy(generation.tokens), minlength=VOCAB).double()
-    assert chi_square(counts, kept) < 37.7
+    assert chi_square(counts, torch.where(kept, full.double(), -torch.inf).softmax(-1)) < 37.7
     np.testing.assert_allclose(generation.logprobs, full[torch.from_numpy(generation.tokens)], atol=1e-5, rtol=0)
 
 
@@ -291,23 +284,6 @@ def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEn
     (received,) = update([from_directory], tensors, version=3, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(asked), from_directory.generate(asked))
-
-
-def test_nothing_is_served_without_a_complete_update(tmp_path: Path) -> None:
-    tensors = hf_tensors(random_model(UNTIED, seed=1), tmp_path / "hf")
-    served = engine(UNTIED)
-    with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
-        served.generate(request(2))
-    update([served], tensors, version=1, path=tmp_path / "w")
-    before = served.generate(request(4))
-    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
-    (received,) = update([served], missing, version=2, path=tmp_path / "w")
-    assert received.bytes == 0
-    with pytest.raises(EngineFailed, match="the trainer does not send 1 of the model's .* such as 'model.norm.weight'"):
-        served.generate(request(2))
-    (received,) = update([served], tensors, version=3, path=tmp_path / "w")
-    assert received.error == ""
-    assert_same_samples(served.generate(request(4)), before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -354,7 +330,10 @@ def test_sleep_frees_parameters_and_waking_needs_fresh_weights(tmp_path: Path) -
     assert served.wake_up() == size and served.wake_up() == 0
     with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
         served.generate(request(2))
-    (received,) = update([served], tensors, version=3, path=tmp_path / "w")
+    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    (received,) = update([served], missing, version=3, path=tmp_path / "w")
+    assert received.error.startswith("the trainer does not send 1 of the model's ")
+    (received,) = update([served], tensors, version=4, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
 
@@ -434,56 +413,28 @@ LORA = LoraConfig(rank=3, alpha=7.0).settled({})
 Tensors = dict[str, torch.Tensor]
 
 
-def adapted(versions: int) -> TransformersEngine:
-    """An engine that holds adapters apart from the weights."""
-    own = evolve(context(), lora=LORA, weights=WeightsConfig(versions=versions))
-    return TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), own)
+def adapters_on(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[Tensors, Tensors]:
+    return drawn_adapters(ModelConfig(config=TIED), LORA, weights, scale=7 / 3, seed=seed)
 
 
-def drawn_adapters(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[Tensors, Tensors]:
-    """Adapters, and the weights that they come to."""
-    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=LORA))
-    generator = torch.Generator().manual_seed(seed)
-    adapters = {
-        name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
-    }
-    merged = dict(weights)
-    for a in adapters:
-        if a.endswith(".lora_A.weight"):
-            changed = a.removeprefix("base_model.model.").replace(".lora_A", "")
-            merged[changed] = weights[changed] + 7 / 3 * adapters[a.replace("lora_A", "lora_B")] @ adapters[a]
-    return adapters, merged
-
-
-def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
-    served, plain = adapted(versions=1), engine(TIED)
+@pytest.mark.parametrize(
+    "held",  # after each update; the weights that come with the fourth may be others
+    [{1: (1,), 2: (2,), 3: (3,), 4: (4,)}, {1: (1,), 2: (1, 2), 3: (2, 3), 4: (4,)}],
+    ids=["one version", "two versions"],
+)
+def test_separate_adapters_sample_as_merged_weights_do(held: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
+    own = evolve(context(), lora=LORA, weights=WeightsConfig(versions=max(map(len, held.values()))))
+    served, plain = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), own), engine(TIED)
     weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    first, then, last = (drawn_adapters(weights, seed) for seed in (4, 5, 6))
-    (alone,) = update([served], first[0], version=1, path=tmp_path / "w")
-    assert alone.error.startswith("adapters have arrived alone, but the engine lacks the weights that they adapt; ")
-    update([served], {**weights, **first[0]}, version=2, path=tmp_path / "w")
-    update([plain], first[1], version=2, path=tmp_path / "plain")
-    assert_same_samples(served.generate(request(8)), plain.generate(request(8)))
-    (received,) = update([served], then[0], version=3, path=tmp_path / "w")
-    assert (received.error, received.bytes) == ("", sum(tensor.nbytes for tensor in then[0].values()))
-    update([plain], then[1], version=3, path=tmp_path / "plain")
-    assert_same_samples(served.generate(request(8)), plain.generate(request(8)))
-    served.sleep()
-    served.wake_up()
-    (asleep,) = update([served], last[0], version=4, path=tmp_path / "w")
-    assert asleep.error == alone.error
-
-
-def test_each_version_held_is_sampled_as_if_alone(tmp_path: Path) -> None:
-    served, plain = adapted(versions=2), engine(TIED)
-    weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    sent = {version: drawn_adapters(weights, version) for version in (1, 2, 3, 4)}
+    sent = {version: adapters_on(weights, version) for version in held}
     whole = {version: {**weights, **sent[version][0]} for version in (1, 4)}
     expected, first = {}, {}
-    held = {1: (1,), 2: (1, 2), 3: (2, 3), 4: (4,)}  # the weights that came with the fourth may be others
+    (alone,) = update([served], sent[1][0], version=0, path=tmp_path / "w")
+    assert alone.error.startswith("adapters have arrived alone, but the engine lacks the weights that they adapt; ")
     for version, (adapters, merged) in sent.items():
-        (received,) = update([served], whole.get(version, adapters), version=version, path=tmp_path / "w")
+        (received,) = update([served], came := whole.get(version, adapters), version=version, path=tmp_path / "w")
         assert (received.error, received.held) == ("", held[version])
+        assert received.bytes == sum(tensor.nbytes for tensor in came.values())
         assert served.weight_sums("float32") == bit_sums({**weights, **adapters})
         update([plain], merged, version=version, path=tmp_path / "plain")
         expected[version] = plain.generate(request(8))
@@ -499,9 +450,11 @@ def test_each_version_held_is_sampled_as_if_alone(tmp_path: Path) -> None:
     assert len(set(first.values())) == 4
     served.sleep()
     served.wake_up()
-    update([served], {**weights, **sent[2][0]}, version=5, path=tmp_path / "w")
-    assert_same_samples(served.generate(evolve(request(8), version=5)), expected[2])
-    with pytest.raises(EngineFailed, match="cannot sample from weights version 4: it holds 5"):
+    (alone,) = update([served], sent[2][0], version=5, path=tmp_path / "w")
+    assert alone.error.startswith("adapters have arrived alone")
+    update([served], {**weights, **sent[2][0]}, version=6, path=tmp_path / "w")
+    assert_same_samples(served.generate(evolve(request(8), version=6)), expected[2])
+    with pytest.raises(EngineFailed, match="cannot sample from weights version 4: it holds 6"):
         served.generate(evolve(request(8), version=4))
 
 

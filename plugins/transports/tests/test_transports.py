@@ -82,8 +82,10 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-@pytest.mark.parametrize("how", ["", "buffers", "late"])
-@pytest.mark.parametrize("transport", ["collective", "disk", "delta", "ipc"])
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    [("collective", ""), ("collective", "buffers"), ("disk", ""), ("delta", ""), ("ipc", ""), ("ipc", "late")],
+)
 def test_engines_hold_the_bits_that_were_sent_update_after_update(
     transport: str, how: str, tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ TRANSPORT = "mm_feature_transport"  # of a picture's pixels to the ranks; not in
 # Types of models in which the tokens of one picture see each other. SGLang (0.5.17: prepare_attn_masks) computes that
 # with one of its attention backends, and not for a picture that is cut between two chunks of a prefill.
 TWO_WAY = ("gemma3", "gemma4")
-MASKING = "triton"
+MASKING: Mapping[str, str | int] = {"attention_backend": "triton", "chunked_prefill_size": -1}
 
 MODEL = "set [model]"
 TRAINER = "weights come only from the trainer"
@@ -148,8 +148,8 @@ def server_arguments(
 ) -> dict[str, Any]:
     """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with a config.json; `adapted`
     are the modules that have adapters, `vocabulary` is as `model.vocabulary`, and `shown` is the type of a model that
-    is shown pictures: then the directory has the files of tokenizer and processor too. Raises ConfigError for an
-    attention that would see such a model's pictures otherwise than the trainer."""
+    is shown pictures: then the directory has the files of tokenizer and processor too. Raises ConfigError for
+    settings with which attention would see such a model's pictures otherwise than the trainer."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -183,12 +183,8 @@ def server_arguments(
         # SGLang's own choice keeps 1 GiB of the device while the engine sleeps.
         arguments[TRANSPORT] = "cpu"
     if shown in TWO_WAY:
-        if options.attention_backend not in ("", MASKING):
-            raise ConfigError(
-                f"engines.sglang.attention_backend: {options.attention_backend!r}, but in a {shown} model the tokens "
-                f"of a picture see each other, which SGLang computes with {MASKING!r} alone; use that"
-            )
-        arguments |= {"attention_backend": MASKING, "chunked_prefill_size": -1}
+        _require_masks(options, shown)
+        arguments |= MASKING
     if options.data_parallel > 1:
         arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}
     else:
@@ -200,6 +196,21 @@ def server_arguments(
     if options.attention_backend:
         arguments["attention_backend"] = options.attention_backend
     return {**arguments, **options.server}
+
+
+def _require_masks(options: SglangConfig, shown: str) -> None:
+    """Raise ConfigError for settings with which SGLang would not compute what tokens of a picture see of each other."""
+    attention = MASKING["attention_backend"]
+    for path, given, wanted in (
+        ("attention_backend", options.attention_backend or attention, attention),
+        ("server.prefill_attention_backend", options.server.get("prefill_attention_backend", attention), attention),
+        ("server.chunked_prefill_size", options.server.get("chunked_prefill_size", -1), -1),
+    ):
+        if given != wanted:
+            raise ConfigError(
+                f"engines.sglang.{path}: {given!r}, but in a {shown} model the tokens of a picture see each other, "
+                f"which SGLang computes with {attention!r} alone, and not for a picture cut in two; use {wanted!r}"
+            )
 
 
 def plain_allocator(environment: Mapping[str, str]) -> dict[str, str]:
