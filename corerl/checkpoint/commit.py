@@ -38,7 +38,6 @@ from corerl.weights.chunks import Box, holes
 
 LONGEST_HEADER = 100_000_000  # bytes that safetensors reads
 Faults: TypeAlias = Mapping[Path, str]  # checkpoint -> what is wrong with it
-NO_FAULTS: Faults = {}
 ONE = ".../checkpoints/step-00000050"  # example for messages
 NAME = re.compile(rf"step-(\d+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})?")
 
@@ -148,22 +147,21 @@ def _checksum_of_file(path: Path) -> int:
         return found
 
 
-def newest_intact(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> tuple[Path | None, dict[Path, str]]:
+def newest_intact(run_dir: str | Path) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint that can be resumed, as far as can be known without reading its tensors; and those newer
-    than it, newest first, each with its fault. Partial checkpoints are skipped. `damaged` are checkpoints whose tensors
-    were read and found to be faulty."""
+    than it, newest first, each with its fault. Partial checkpoints are skipped."""
     faults: dict[Path, str] = {}
     for path in _committed(checkpoints_dir(run_dir)):
-        fault = damaged.get(path) or _fault(path)
+        fault = _fault(path)
         if fault is None:
             return path, faults
         faults[path] = fault
     return None, faults
 
 
-def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
+def latest(run_dir: str | Path) -> Path | None:
     """The checkpoint of `newest_intact`."""
-    return newest_intact(run_dir, damaged=damaged)[0]
+    return newest_intact(run_dir)[0]
 
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
