@@ -19,7 +19,7 @@ from corerl.cluster.arrangement import Placement
 from corerl.cluster.failures import words
 from corerl.cluster.forks import Forks
 from corerl.cluster.process import started_with
-from corerl.errors import CorerlError
+from corerl.errors import CorerlError, InsufficientResources
 from corerl.messages import first_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -97,8 +97,6 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         self._bundles: list[Bundle] = []
         self._slots: dict[str, Sequence[Slot]] = {}
         self._gone: set[str] = set()  # lost machines, which Ray may not know of yet
-        # (group, index, machine) -> why the GPU of a bundle that has moved to this machine is unknown
-        self._silent: dict[tuple[PlacementGroup, int, str], str] = {}
 
     def __getitem__(self, name: str) -> Sequence[Slot]:
         return self._slots[name]
@@ -170,19 +168,13 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
 
     def poll(self) -> None:
         """Find out which machines are gone, and where the cluster has put their bundles. Slots move with them, or are
-        `lost`, also where the new GPU does not answer."""
+        `lost`. Raises InsufficientResources if a new GPU does not answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
         self.refresh()
 
     @property
     def bundles(self) -> Sequence[Bundle]:
         return tuple(self._bundles)
-
-    @property
-    def silent(self) -> list[str]:
-        """Why the GPUs of lost bundles that processes were on are unknown on their new machines."""
-        lost = {(bundle.group, bundle.index) for bundle in self.used(self._slots) if bundle.lost}
-        return [why for (group, index, _), why in self._silent.items() if (group, index) in lost]
 
     def count(self, bundle: Mapping[str, float]) -> tuple[int, int, int]:
         """How many bundles there are, how many of them have no process, and how many more the cluster has free at most.
@@ -213,19 +205,18 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         return found
 
     def refresh(self) -> None:
-        """Ask Ray where the bundles are."""
+        """Ask Ray where the bundles are. Raises as `poll`."""
         at: dict[tuple[PlacementGroup, int], Bundle] = {}
         for group in self._groups:
             there = self._nodes(group)
             own = {bundle.index: bundle for bundle in self._bundles if bundle.group == group}
             moved = {index: node for index, node in there.items() if own[index].node != node}
-            numbers, silent = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else ({}, {})
-            self._silent |= {(group, index, moved[index]): why for index, why in silent.items()}
+            numbers = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else {}
             for index, bundle in own.items():
-                if index in moved and index not in silent:
+                if index in moved:
                     at[group, index] = Bundle(group, index, moved[index], numbers.get(index))
                 else:
-                    at[group, index] = evolve(bundle, lost=index not in there or index in silent)
+                    at[group, index] = evolve(bundle, lost=index not in there)
         self._bundles = [at[bundle.group, bundle.index] for bundle in self._bundles]
         neighbors = Counter(bundle.node for bundle in self._bundles)
 
@@ -243,13 +234,9 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         return list(dict.fromkeys(bundle.group for bundle in self._bundles))
 
     def _nodes(self, group: PlacementGroup) -> dict[int, str]:
-        """Index of each bundle -> its machine, without bundles that are on none, or whose GPU is silent."""
+        """Index of each bundle -> its machine, without bundles that are on none."""
         at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        return {
-            index: node
-            for index, node in at.items()
-            if node and node not in self._gone and (group, index, node) not in self._silent
-        }
+        return {index: node for index, node in at.items() if node and node not in self._gone}
 
     def release(self) -> None:
         """Give all bundles back."""
@@ -262,9 +249,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
             if not group.wait(timeout_seconds=self._timeout):
                 raise _no_room(dict(bundle), count)
             at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-            numbers, silent = gpus_of_bundles(group, at) if bundle.get("GPU") else ({}, {})
-            if silent:
-                raise CorerlError(f"{next(iter(silent.values()))}; see Ray's logs on that machine")
+            numbers = gpus_of_bundles(group, at) if bundle.get("GPU") else {}
         except BaseException:
             remove_placement_group(group)
             raise
@@ -346,23 +331,25 @@ def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, Gpu]) -> list[in
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle].place if gpus else 0, bundle))
 
 
-def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
-    """Bundle -> its GPU, as seen by a probe process on the bundle, and bundle -> why its GPU is unknown, if the probe
-    fails or does not answer in time; `nodes` has each bundle's node."""
+def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, Gpu]:
+    """Bundle -> its GPU, as seen by a probe process on the bundle; `nodes` has each bundle's node. Raises
+    InsufficientResources if a probe fails or does not answer in time."""
     probes = {
         index: _gpu_of_bundle.options(**Slot((Bundle(group, index),), 0.0, 1.0).options()).remote() for index in nodes
     }
     found: dict[int, Gpu] = {}
-    silent: dict[int, str] = {}
     until = time.monotonic() + PROBED_WITHIN
     for index, probe in probes.items():
         try:
             found[index] = ray.get(probe, timeout=max(0.0, until - time.monotonic()))
         except RayError as error:
+            for each in probes.values():
+                ray.cancel(each, force=True)
             why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else words(error)
-            silent[index] = f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}"
-            ray.cancel(probe, force=True)
-    return found, silent
+            raise InsufficientResources(
+                f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}; see Ray's logs there"
+            ) from error
+    return found
 
 
 @ray.remote

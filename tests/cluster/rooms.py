@@ -78,13 +78,9 @@ def has_free(monkeypatch: pytest.MonkeyPatch, **resources: float) -> None:
     monkeypatch.setattr(placement.ray, "available_resources", lambda: resources)
 
 
-def gpus_answer(monkeypatch: pytest.MonkeyPatch, silence: str = "") -> None:
-    """GPUs of bundles that have moved have the bundles' numbers; with a `silence`, none answers, for this reason."""
-
-    def gpus_of(_: object, at: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
-        return ({}, dict.fromkeys(at, silence)) if silence else ({index: Gpu(index, str(index)) for index in at}, {})
-
-    monkeypatch.setattr(placement, "gpus_of_bundles", gpus_of)
+def gpus_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of bundles that have moved have the bundles' numbers."""
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, at: {index: Gpu(index, str(index)) for index in at})
 
 
 @pytest.fixture
@@ -93,7 +89,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
     its GPUs has the number 7 then."""
     moved: dict[tuple[str, int], str] = {}
     monkeypatch.setattr(Rooms, "moves", moved)
-    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: (dict.fromkeys(nodes, Gpu(7, "7")), {}))
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: dict.fromkeys(nodes, Gpu(7, "7")))
     are_gone(monkeypatch, "node 0")
     return moved
 

@@ -94,7 +94,6 @@ class Rooms(Mapping[str, Sequence[Slot]]):
     arranged: list[tuple[Placement, Mapping[str, int]]] = field(factory=list)
     gone: set[int] = field(factory=set)  # bundles whose machine is
     bundles: Sequence[Bundle] = ()  # but for those of the slots
-    silent: Sequence[str] = ()
 
     def arrange(self, placement: Placement, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         if self.full is not None:
