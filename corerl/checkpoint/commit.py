@@ -247,11 +247,8 @@ def _instead(directory: Path) -> str:
     """Say what a directory is instead of a checkpoint, and what to give; "" for a checkpoint that lacks a file."""
     if NAME.fullmatch(directory.name) or any(directory.glob(f"*/{index_file(0)}")):
         return ""
-    newest, faults = newest_intact(directory)
-    if newest is not None:
-        return f"{directory} is a run directory, not a checkpoint; use its newest checkpoint, {newest}"
-    for fault in faults.values():
-        return f"{directory} is a run directory without an intact checkpoint: {fault}"
+    if _committed(checkpoints_dir(directory)):
+        return f"{directory} is a run directory, not a checkpoint; use one of those in {checkpoints_dir(directory)}"
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
         return (
             f"{directory} is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file"
