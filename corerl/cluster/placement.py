@@ -107,51 +107,50 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
     def __len__(self) -> int:
         return len(self._slots)
 
-    def arrange(
-        self, placement: Placement, staying: Mapping[str, int] = MappingProxyType({})
-    ) -> dict[str, Sequence[Slot]]:
-        """Slots for all groups of the placement, to be confirmed by `take`. The first processes of the groups in
-        `staying`, so many, keep theirs; new ones request nothing from Ray, since others still have the bundles.
+    def arrange(self, placement: Placement) -> dict[str, Sequence[Slot]]:
+        """Slots for all groups of the placement, to be confirmed by `take`.
 
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
         if self._bundles:
             self.refresh()  # machines without processes may be gone, and others may have come
-        kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
-        if any(slot.lost for slots in kept.values() for slot in slots):
-            raise CorerlError("a machine with processes that were to stay is gone; ask again once they are replaced")
-        return self._arranged(placement, kept)
+        return self.slots(placement, placement.places, self.bundles_for(placement))
 
-    def _arranged(self, placement: Placement, kept: Mapping[str, list[Slot]]) -> dict[str, Sequence[Slot]]:
-        at = _kept_at(placement, kept)
-        held = {bundle for slots in kept.values() for slot in slots for bundle in slot.bundles}
+    def bundles_for(
+        self,
+        placement: Placement,
+        at: Mapping[int, Bundle] = MappingProxyType({}),
+        *,
+        held: Collection[Bundle] = (),
+    ) -> dict[int, Bundle]:
+        """Number in the placement -> bundle: those that are `at` some numbers, and free ones at the others, but for
+        those that are `held`; more are reserved if there are too few. Raises as `arrange`."""
         vacant = [index for index in range(placement.bundles) if index not in at]
         free = [bundle for bundle in self._bundles if bundle not in held and not bundle.lost]
         if (missing := len(vacant) - len(free)) > 0:
             free += self._reserve(placement.bundle, missing)
         free.sort(key=lambda bundle: (bundle.node, -1 if bundle.gpu is None else bundle.gpu.place, bundle.index))
-        at |= dict(zip(vacant, free, strict=False))
-        neighbors = Counter(bundle.node for bundle in self._bundles)
-        return {
-            name: [
-                *(own := kept.get(name, [])),
-                *(self._slot(placement, name, place, at, neighbors) for place in _left(placement, name, at, own)),
-            ]
-            for name in placement.places
-        }
+        return {**at, **dict(zip(vacant, free, strict=False))}
 
-    def _slot(
-        self, placement: Placement, name: str, place: int, at: Mapping[int, Bundle], neighbors: Mapping[str, int]
-    ) -> Slot:
-        bundles = tuple(at[index] for index in placement.taken(name, place))
-        if len({bundle.node for bundle in bundles}) > 1:
-            raise CorerlError(
-                f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
-                "machines whose device count is a multiple of that, or fewer devices per process"
-            )
-        fraction = 0.0 if self._slots else placement.fraction(place)  # later ones: others still have the bundles
-        cpus, gpus = placement.bundle["CPU"] * fraction, placement.bundle.get("GPU", 0.0) * fraction
-        return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], self._forks)
+    def slots(
+        self, placement: Placement, places: Mapping[str, Sequence[int]], at: Mapping[int, Bundle]
+    ) -> dict[str, Sequence[Slot]]:
+        """Slots for processes whose first bundles are at these `places` of the placement. Where there are slots
+        already, these request nothing from Ray: others still have the bundles. Raises as `arrange`."""
+        neighbors = Counter(bundle.node for bundle in self._bundles)
+
+        def slot(name: str, place: int) -> Slot:
+            bundles = tuple(at[index] for index in placement.taken(name, place))
+            if len({bundle.node for bundle in bundles}) > 1:
+                raise CorerlError(
+                    f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
+                    "machines whose device count is a multiple of that, or fewer devices per process"
+                )
+            fraction = 0.0 if self._slots else placement.fraction(place)
+            cpus, gpus = placement.bundle["CPU"] * fraction, placement.bundle.get("GPU", 0.0) * fraction
+            return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], self._forks)
+
+        return {name: [slot(name, place) for place in own] for name, own in places.items()}
 
     def take(self, slots: Mapping[str, Sequence[Slot]], *, give_back: bool = True) -> None:
         """Note that the groups' processes are in these slots now. With `give_back`, reservations without any process
@@ -191,18 +190,6 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
     def used(self, groups: Iterable[str]) -> set[Bundle]:
         """The bundles of these groups' processes, also of dead ones."""
         return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
-
-    def replace_lost(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
-        """Slots for all groups of a placement that fits into the bundles that are left. Processes of the groups in
-        `staying` keep theirs, unless these are lost. Raises like `arrange`."""
-        wanted = {name: self._slots[name][: len(placement.places[name])] for name in staying}
-        found = self._arranged(
-            placement, {name: [slot for slot in slots if not slot.lost] for name, slots in wanted.items()}
-        )
-        for name, slots in wanted.items():
-            others = iter(found[name][sum(not slot.lost for slot in slots) :])
-            found[name] = [next(others) if slot.lost else slot for slot in slots]
-        return found
 
     def refresh(self) -> None:
         """Ask Ray where the bundles are. Raises as `poll`."""
@@ -256,48 +243,6 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         new = [Bundle(group, index, at[index], numbers.get(index)) for index in physical_order(at, numbers)]
         self._bundles += new
         return new
-
-
-def _kept_at(placement: Placement, kept: Mapping[str, Sequence[Slot]]) -> dict[int, Bundle]:
-    """Number in the placement -> bundle of a process that stays: its own numbers, or others if another process has
-    them. The widest come first, since all of their bundles must stay adjacent, at a multiple of their width."""
-    at: dict[int, Bundle] = {}
-    elsewhere: list[tuple[Bundle, ...]] = []
-    for name in sorted(kept, key=lambda name: -placement.widths.get(name, 1)):
-        for place, slot in zip(placement.places[name], kept[name], strict=False):
-            own = dict(zip(placement.taken(name, place), slot.bundles, strict=True))
-            if any(bundle in at.values() for bundle in slot.bundles):
-                elsewhere += [(bundle,) for bundle in slot.bundles]
-            elif own.keys() & at.keys():
-                elsewhere.append(slot.bundles)
-            else:
-                at |= own
-    # Those below are of groups that share.
-    shared = min((place for name in placement.separate for place in placement.places[name]), default=placement.bundles)
-    for bundles in elsewhere:
-        if any(bundle in at.values() for bundle in bundles):
-            continue
-        width = len(bundles)
-        blocks = (range(start, start + width) for start in range(0, shared - width + 1, width))
-        at |= dict(zip(next((block for block in blocks if not at.keys() & set(block)), ()), bundles, strict=False))
-    return at
-
-
-def _left(placement: Placement, name: str, at: Mapping[int, Bundle], own: Sequence[Slot]) -> Sequence[int]:
-    """Places for a group's new processes, without bundles of its own that stay."""
-    taken = {bundle for slot in own for bundle in slot.bundles}
-    count = len(placement.places[name]) - len(own)
-    alone = [
-        place
-        for place in placement.places[name]
-        if not any(at[index] in taken for index in placement.taken(name, place))
-    ]
-    if len(alone) < count:
-        raise CorerlError(
-            f"{name}: no place for {count} more processes of {placement.widths.get(name, 1)} adjacent bundles, only "
-            f"for {len(alone)}, where the others stay; use another number of them, or start the run again"
-        )
-    return alone[:count]
 
 
 def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:

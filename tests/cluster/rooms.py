@@ -41,16 +41,6 @@ class Rooms(ResourcePool):
     def begin(self, groups: Mapping[str, int], **how: Any) -> None:
         self.take(self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how)))
 
-    def moved(
-        self, groups: Mapping[str, int], staying: Mapping[str, int] | None = None, **how: Any
-    ) -> dict[str, Sequence[Slot]]:
-        """Slots for other sizes, which are not taken yet."""
-        return self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how), staying or {})
-
-    def moved_from_lost(self, groups: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
-        """Slots for other sizes of groups that have all ended, on what is left; they are not taken yet."""
-        return self.replace_lost(arrange(groups, cpus=1.0, gpus=1.0), [])
-
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
     pool = Rooms(per_node)
