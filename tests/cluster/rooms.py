@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corerl.cluster import placement
-from corerl.cluster.arrangement import arrange
+from corerl.cluster.arrangement import Placement, arrange
 from corerl.cluster.placement import Bundle, Gpu, ResourcePool, Slot
 
 
@@ -39,7 +39,12 @@ class Rooms(ResourcePool):
         return {"bundles_to_node_id": at | moved}
 
     def begin(self, groups: Mapping[str, int], **how: Any) -> None:
-        self.take(self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how)))
+        self.take(self.arrange(on_gpus(groups, **how)))
+
+
+def on_gpus(groups: Mapping[str, int], **how: Any) -> Placement:
+    """A placement of groups with a GPU for each process that is alone on its bundle."""
+    return arrange(groups, cpus=1.0, gpus=1.0, **how)
 
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from corerl.cluster import Slot
-from corerl.cluster.arrangement import arrange
 from corerl.errors import CorerlError
 from corerl_elastic.slots import arranged, without_lost
-from tests.cluster.rooms import Rooms, are_gone, gpus, moves, on, rooms_of
+from tests.cluster.rooms import Rooms, are_gone, gpus, moves, on, on_gpus, rooms_of
 
 __all__ = ["moves"]  # a fixture
 
 
 def moved(pool: Rooms, groups: Mapping[str, int], staying: Mapping[str, int], **how: Any) -> dict[str, Sequence[Slot]]:
     """Slots for other sizes, which are not taken yet."""
-    return arranged(pool, arrange(groups, cpus=1.0, gpus=1.0, **how), staying)
+    return arranged(pool, on_gpus(groups, **how), staying)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_groups_that_change_size_never_share_with_themselves(seed: int, monkeypa
             pool.poll()
             groups = {name: sum(not slot.lost for slot in slots) for name, slots in pool.items()}
             what.append(groups)
-            found = without_lost(pool, arrange(groups, cpus=1.0, gpus=1.0, **how), [*choose.sample(names, 2)])
+            found = without_lost(pool, on_gpus(groups, **how), [*choose.sample(names, 2)])
             require_apart(found, how["own_devices"], what)
             assert not any(slot.lost for slots in found.values() for slot in slots)
             kept += 1
@@ -136,11 +135,11 @@ def test_smaller_groups_fit_on_what_is_left(moves: dict[tuple[str, int], str], m
     assert [slot.lost for slot in pool["actor"]] == [True, True, False, False]
     assert [slot.lost for slot in pool["engines"]] == [True, False]
     living = pool["engines"][1]
-    found = without_lost(pool, arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
+    found = without_lost(pool, on_gpus({"actor": 2, "engines": 2}), ["engines"])
     assert found["engines"][1] is living
     assert gpus(found["engines"]) == [(1,), (0,)] and gpus(found["actor"]) == [(0,), (1,)]
     assert all(slot.node == "node 1" and not slot.lost for slots in found.values() for slot in slots)
-    fewer = without_lost(pool, arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
+    fewer = without_lost(pool, on_gpus({"actor": 2, "engines": 1}), ["engines"])
     assert gpus(fewer["engines"]) == [(0,)]  # of the two that there were, the last one is to end
     pool.take(fewer)
     assert pool.reserved == [4] and pool.given_back == []
