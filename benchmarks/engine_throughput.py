@@ -18,7 +18,6 @@ import argparse
 import os
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def measure(args: argparse.Namespace) -> Report:
     params = SamplingParams(temperature=1.0, max_tokens=new)
     with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
         config = config_of(args, Path(directory))
-        with launch(partial(make_plan, config)) as run:
+        with launch(make_plan(config)) as run:
             assert isinstance(run.sampling.sampler, PromptSampler) and run.engines is not None
             sampler, fleet = run.sampling.sampler, run.engines.fleet
             run.push_weights()

@@ -3,20 +3,17 @@ has the parts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
-
-from corerl.checkpoint.commit import Faults
 from corerl.cluster.forks import Forks
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Run, Summary
 from corerl.plan.make import make_plan
-from corerl.plan.plan import Plan
 
 
 def training(run: Run) -> None:
@@ -76,12 +73,8 @@ def train(
     by `forks`, if it is given.
 
     Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
-    config = as_config(config, overrides)
-
-    def planned(damaged: Faults) -> Plan:
-        plan = make_plan(config, damaged)
-        return evolve(plan, processes=plan.processes.started_by(forks))
-
-    with launch(planned) as run:
+    began = time.monotonic()
+    plan = make_plan(as_config(config, overrides)).started_by(forks)
+    with launch(plan, began=began) as run:
         LOOPS[run.plan.run.mode](run)
         return run.finish()

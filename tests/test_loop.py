@@ -97,10 +97,12 @@ class FakeRun:
 
 def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
     @contextlib.contextmanager
-    def launch(planned: Any) -> Iterator[Any]:
+    def launch(plan: Any, *, began: float) -> Iterator[Any]:
         yield run
         run.log.append("end")
 
+    plan = SimpleNamespace(started_by=lambda forks: None)
+    monkeypatch.setattr(loop, "make_plan", lambda config: plan)
     monkeypatch.setattr(loop, "launch", launch)
     return loop.train(Config(backend=BackendChoice(name="any")))
 

@@ -27,6 +27,7 @@ class Stream:
 
     gathered: Manifest
     converted: Manifest | None = None  # the same buckets, with quantized tensors or more precise buffers
+    precise: Bucket | None = None  # those buffers, which are gathered in float32
 
     @property
     def as_sent(self) -> Manifest:
@@ -61,10 +62,11 @@ class WeightStream(Primitives):
         weights = self.config.weights
         left_out = weights.unquantized if weights.quantize == "fp8" else None
         precise = self._precise_buffers(gathered)
+        if left_out is None and not precise:
+            return Stream(gathered)
         shapes = [each for each in self._gather_plan.shapes if each[0] in precise]
-        self._precise_bucket = _float32_bucket(shapes) if shapes else None
-        converts = left_out is not None or precise
-        return Stream(gathered, quantized(gathered, left_out, precise=precise) if converts else None)
+        converted = quantized(gathered, left_out, precise=precise)
+        return Stream(gathered, converted, _float32_bucket(shapes) if shapes else None)
 
     def stream(self, *, adapters: bool) -> Stream:
         """What an update of all weights sends, or one of adapters alone. Raises Unsupported if these are merged, or
@@ -89,9 +91,8 @@ class WeightStream(Primitives):
             root_of_all = roots[0] if len(set(roots)) == 1 else None
             merged = self._adapter_bucket if self._merges else None
             to_merge = self._gather_float32(merged, "adapters", chunks, root=root_of_all)
-            buffers = None if adapters else self._precise_bucket
-            unrounded = self._gather_float32(buffers, "buffers", chunks, root=root_of_all)
-            precise = {} if buffers is None or unrounded is None else buffers.views(unrounded)
+            unrounded = self._gather_float32(stream.precise, "buffers", chunks, root=root_of_all)
+            precise = {} if stream.precise is None or unrounded is None else stream.precise.views(unrounded)
             if sends:
                 with self.span("meet engines"):
                     sender.open(stream.as_sent, version)

@@ -38,7 +38,6 @@ from corerl.weights.chunks import Box, holes
 
 LONGEST_HEADER = 100_000_000  # bytes that safetensors reads
 Faults: TypeAlias = Mapping[Path, str]  # checkpoint -> what is wrong with it
-NO_FAULTS: Faults = {}
 ONE = ".../checkpoints/step-00000050"  # example for messages
 NAME = re.compile(rf"step-(\d+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})?")
 
@@ -148,22 +147,21 @@ def _checksum_of_file(path: Path) -> int:
         return found
 
 
-def newest_intact(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> tuple[Path | None, dict[Path, str]]:
+def newest_intact(run_dir: str | Path) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint that can be resumed, as far as can be known without reading its tensors; and those newer
-    than it, newest first, each with its fault. Partial checkpoints are skipped. `damaged` are checkpoints whose tensors
-    were read and found to be faulty."""
+    than it, newest first, each with its fault. Partial checkpoints are skipped."""
     faults: dict[Path, str] = {}
     for path in _committed(checkpoints_dir(run_dir)):
-        fault = damaged.get(path) or _fault(path)
+        fault = _fault(path)
         if fault is None:
             return path, faults
         faults[path] = fault
     return None, faults
 
 
-def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
+def latest(run_dir: str | Path) -> Path | None:
     """The checkpoint of `newest_intact`."""
-    return newest_intact(run_dir, damaged=damaged)[0]
+    return newest_intact(run_dir)[0]
 
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
@@ -249,11 +247,8 @@ def _instead(directory: Path) -> str:
     """Say what a directory is instead of a checkpoint, and what to give; "" for a checkpoint that lacks a file."""
     if NAME.fullmatch(directory.name) or any(directory.glob(f"*/{index_file(0)}")):
         return ""
-    newest, faults = newest_intact(directory)
-    if newest is not None:
-        return f"{directory} is a run directory, not a checkpoint; use its newest checkpoint, {newest}"
-    for fault in faults.values():
-        return f"{directory} is a run directory without an intact checkpoint: {fault}"
+    if _committed(checkpoints_dir(directory)):
+        return f"{directory} is a run directory, not a checkpoint; use one of those in {checkpoints_dir(directory)}"
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
         return (
             f"{directory} is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.config.schema import Config
 
-Result = TypeVar("Result")
 # Settings of sampling for training, and what to set for evaluation instead.
 SAMPLING = {f"rollout.{name}": f"set eval.{name}" for name in ("samples", "temperature", "top_p", "top_k")}
 SAMPLING["rollout.prompts"] = "all held-out prompts are scored; data.held_out says how many there are"
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
         return train(evolve(own, run=evolve(own.run, dir=str(scores))))
 
-    summary = with_checkpoint(Path(config.run.dir) if config else what, score) if newest else score(what)
+    summary = score(checkpoint_in(Path(config.run.dir) if config else what) if newest else what)
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0
@@ -97,26 +96,17 @@ def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
     return config
 
 
-def with_checkpoint(what: Path, use: Callable[[Path], Result]) -> Result:
-    """Call `use` with a run's newest checkpoint; if that is damaged, with the one before, and a line on stderr for each
-    that is skipped. A path that is no run is passed on. Raises CheckpointError if all checkpoints are damaged."""
+def checkpoint_in(what: Path) -> Path:
+    """A run's newest checkpoint; if that is damaged, the one before, with a line on stderr for each that is skipped. A
+    path that is no run is that itself. Raises CheckpointError if all checkpoints are damaged."""
     from corerl.checkpoint.commit import newest_intact
-    from corerl.errors import CheckpointDamaged, CheckpointError
+    from corerl.errors import CheckpointError
     from corerl.messages import LONGEST_LINE, shorten
 
-    damaged: dict[Path, str] = {}
-    printed: set[Path] = set()
-    while True:
-        newest, lost = newest_intact(what, damaged=damaged)
+    newest, lost = newest_intact(what)
+    for path, fault in lost.items():
         if newest is None:
-            for fault in lost.values():
-                raise CheckpointError(f"{what} is a run directory without an intact checkpoint: {fault}")
-            return use(what)
-        for path in [each for each in lost if each not in printed]:
-            line = f"corerl: skipping {path.name}, using {newest.name}: {shorten(lost[path], LONGEST_LINE)}"
-            print(line, file=sys.stderr)
-        printed |= lost.keys()
-        try:
-            return use(newest)
-        except CheckpointDamaged as error:
-            damaged[newest] = error.message
+            raise CheckpointError(f"{what} is a run directory without an intact checkpoint: {fault}")
+        line = f"corerl: skipping {path.name}, using {newest.name}: {shorten(fault, LONGEST_LINE)}"
+        print(line, file=sys.stderr)
+    return newest or what

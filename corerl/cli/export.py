@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from corerl.cli.eval import with_checkpoint
+    from corerl.cli.eval import checkpoint_in
     from corerl.config.load import load_config
     from corerl.imports import uncollected
 
@@ -51,11 +51,7 @@ def run(args: argparse.Namespace) -> int:
     with uncollected():
         from corerl.driver.export import export
 
-    directory = Path(args.directory)
-
-    def exported(checkpoint: Path) -> Path:
-        return export(checkpoint, directory, role=args.role, config=config, dtype=args.dtype, merge=args.merge)
-
-    with_checkpoint(Path(args.checkpoint), exported)
+    directory, checkpoint = Path(args.directory), checkpoint_in(Path(args.checkpoint))
+    export(checkpoint, directory, role=args.role, config=config, dtype=args.dtype, merge=args.merge)
     print(f"wrote {directory}")
     return 0

@@ -9,6 +9,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 
 if TYPE_CHECKING:
+    from corerl.cluster.arrangement import Placement as Placement
     from corerl.cluster.group import RemoteObject as RemoteObject
     from corerl.cluster.nodes import ask_each_node as ask_each_node
     from corerl.cluster.nodes import living_nodes as living_nodes

@@ -19,7 +19,7 @@ from corerl.cluster.arrangement import Placement
 from corerl.cluster.failures import words
 from corerl.cluster.forks import Forks
 from corerl.cluster.process import started_with
-from corerl.errors import CorerlError
+from corerl.errors import CorerlError, InsufficientResources
 from corerl.messages import first_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -97,8 +97,6 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         self._bundles: list[Bundle] = []
         self._slots: dict[str, Sequence[Slot]] = {}
         self._gone: set[str] = set()  # lost machines, which Ray may not know of yet
-        # (group, index, machine) -> why the GPU of a bundle that has moved to this machine is unknown
-        self._silent: dict[tuple[PlacementGroup, int, str], str] = {}
 
     def __getitem__(self, name: str) -> Sequence[Slot]:
         return self._slots[name]
@@ -109,51 +107,50 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
     def __len__(self) -> int:
         return len(self._slots)
 
-    def arrange(
-        self, placement: Placement, staying: Mapping[str, int] = MappingProxyType({})
-    ) -> dict[str, Sequence[Slot]]:
-        """Slots for all groups of the placement, to be confirmed by `take`. The first processes of the groups in
-        `staying`, so many, keep theirs; new ones request nothing from Ray, since others still have the bundles.
+    def arrange(self, placement: Placement) -> dict[str, Sequence[Slot]]:
+        """Slots for all groups of the placement, to be confirmed by `take`.
 
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
         if self._bundles:
             self.refresh()  # machines without processes may be gone, and others may have come
-        kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
-        if any(slot.lost for slots in kept.values() for slot in slots):
-            raise CorerlError("a machine with processes that were to stay is gone; ask again once they are replaced")
-        return self._arranged(placement, kept)
+        return self.slots(placement, placement.places, self.bundles_for(placement))
 
-    def _arranged(self, placement: Placement, kept: Mapping[str, list[Slot]]) -> dict[str, Sequence[Slot]]:
-        at = _kept_at(placement, kept)
-        held = {bundle for slots in kept.values() for slot in slots for bundle in slot.bundles}
+    def bundles_for(
+        self,
+        placement: Placement,
+        at: Mapping[int, Bundle] = MappingProxyType({}),
+        *,
+        held: Collection[Bundle] = (),
+    ) -> dict[int, Bundle]:
+        """Number in the placement -> bundle: those that are `at` some numbers, and free ones at the others, but for
+        those that are `held`; more are reserved if there are too few. Raises as `arrange`."""
         vacant = [index for index in range(placement.bundles) if index not in at]
         free = [bundle for bundle in self._bundles if bundle not in held and not bundle.lost]
         if (missing := len(vacant) - len(free)) > 0:
             free += self._reserve(placement.bundle, missing)
         free.sort(key=lambda bundle: (bundle.node, -1 if bundle.gpu is None else bundle.gpu.place, bundle.index))
-        at |= dict(zip(vacant, free, strict=False))
-        neighbors = Counter(bundle.node for bundle in self._bundles)
-        return {
-            name: [
-                *(own := kept.get(name, [])),
-                *(self._slot(placement, name, place, at, neighbors) for place in _left(placement, name, at, own)),
-            ]
-            for name in placement.places
-        }
+        return {**at, **dict(zip(vacant, free, strict=False))}
 
-    def _slot(
-        self, placement: Placement, name: str, place: int, at: Mapping[int, Bundle], neighbors: Mapping[str, int]
-    ) -> Slot:
-        bundles = tuple(at[index] for index in placement.taken(name, place))
-        if len({bundle.node for bundle in bundles}) > 1:
-            raise CorerlError(
-                f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
-                "machines whose device count is a multiple of that, or fewer devices per process"
-            )
-        fraction = 0.0 if self._slots else placement.fraction(place)  # later ones: others still have the bundles
-        cpus, gpus = placement.bundle["CPU"] * fraction, placement.bundle.get("GPU", 0.0) * fraction
-        return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], self._forks)
+    def slots(
+        self, placement: Placement, places: Mapping[str, Sequence[int]], at: Mapping[int, Bundle]
+    ) -> dict[str, Sequence[Slot]]:
+        """Slots for processes whose first bundles are at these `places` of the placement. Where there are slots
+        already, these request nothing from Ray: others still have the bundles. Raises as `arrange`."""
+        neighbors = Counter(bundle.node for bundle in self._bundles)
+
+        def slot(name: str, place: int) -> Slot:
+            bundles = tuple(at[index] for index in placement.taken(name, place))
+            if len({bundle.node for bundle in bundles}) > 1:
+                raise CorerlError(
+                    f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
+                    "machines whose device count is a multiple of that, or fewer devices per process"
+                )
+            fraction = 0.0 if self._slots else placement.fraction(place)
+            cpus, gpus = placement.bundle["CPU"] * fraction, placement.bundle.get("GPU", 0.0) * fraction
+            return Slot(bundles, cpus, gpus, neighbors[bundles[0].node], self._forks)
+
+        return {name: [slot(name, place) for place in own] for name, own in places.items()}
 
     def take(self, slots: Mapping[str, Sequence[Slot]], *, give_back: bool = True) -> None:
         """Note that the groups' processes are in these slots now. With `give_back`, reservations without any process
@@ -170,19 +167,13 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
 
     def poll(self) -> None:
         """Find out which machines are gone, and where the cluster has put their bundles. Slots move with them, or are
-        `lost`, also where the new GPU does not answer."""
+        `lost`. Raises InsufficientResources if a new GPU does not answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
         self.refresh()
 
     @property
     def bundles(self) -> Sequence[Bundle]:
         return tuple(self._bundles)
-
-    @property
-    def silent(self) -> list[str]:
-        """Why the GPUs of lost bundles that processes were on are unknown on their new machines."""
-        lost = {(bundle.group, bundle.index) for bundle in self.used(self._slots) if bundle.lost}
-        return [why for (group, index, _), why in self._silent.items() if (group, index) in lost]
 
     def count(self, bundle: Mapping[str, float]) -> tuple[int, int, int]:
         """How many bundles there are, how many of them have no process, and how many more the cluster has free at most.
@@ -200,32 +191,19 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         """The bundles of these groups' processes, also of dead ones."""
         return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
 
-    def replace_lost(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
-        """Slots for all groups of a placement that fits into the bundles that are left. Processes of the groups in
-        `staying` keep theirs, unless these are lost. Raises like `arrange`."""
-        wanted = {name: self._slots[name][: len(placement.places[name])] for name in staying}
-        found = self._arranged(
-            placement, {name: [slot for slot in slots if not slot.lost] for name, slots in wanted.items()}
-        )
-        for name, slots in wanted.items():
-            others = iter(found[name][sum(not slot.lost for slot in slots) :])
-            found[name] = [next(others) if slot.lost else slot for slot in slots]
-        return found
-
     def refresh(self) -> None:
-        """Ask Ray where the bundles are."""
+        """Ask Ray where the bundles are. Raises as `poll`."""
         at: dict[tuple[PlacementGroup, int], Bundle] = {}
         for group in self._groups:
             there = self._nodes(group)
             own = {bundle.index: bundle for bundle in self._bundles if bundle.group == group}
             moved = {index: node for index, node in there.items() if own[index].node != node}
-            numbers, silent = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else ({}, {})
-            self._silent |= {(group, index, moved[index]): why for index, why in silent.items()}
+            numbers = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else {}
             for index, bundle in own.items():
-                if index in moved and index not in silent:
+                if index in moved:
                     at[group, index] = Bundle(group, index, moved[index], numbers.get(index))
                 else:
-                    at[group, index] = evolve(bundle, lost=index not in there or index in silent)
+                    at[group, index] = evolve(bundle, lost=index not in there)
         self._bundles = [at[bundle.group, bundle.index] for bundle in self._bundles]
         neighbors = Counter(bundle.node for bundle in self._bundles)
 
@@ -243,13 +221,9 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         return list(dict.fromkeys(bundle.group for bundle in self._bundles))
 
     def _nodes(self, group: PlacementGroup) -> dict[int, str]:
-        """Index of each bundle -> its machine, without bundles that are on none, or whose GPU is silent."""
+        """Index of each bundle -> its machine, without bundles that are on none."""
         at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        return {
-            index: node
-            for index, node in at.items()
-            if node and node not in self._gone and (group, index, node) not in self._silent
-        }
+        return {index: node for index, node in at.items() if node and node not in self._gone}
 
     def release(self) -> None:
         """Give all bundles back."""
@@ -262,57 +236,13 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
             if not group.wait(timeout_seconds=self._timeout):
                 raise _no_room(dict(bundle), count)
             at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-            numbers, silent = gpus_of_bundles(group, at) if bundle.get("GPU") else ({}, {})
-            if silent:
-                raise CorerlError(f"{next(iter(silent.values()))}; see Ray's logs on that machine")
+            numbers = gpus_of_bundles(group, at) if bundle.get("GPU") else {}
         except BaseException:
             remove_placement_group(group)
             raise
         new = [Bundle(group, index, at[index], numbers.get(index)) for index in physical_order(at, numbers)]
         self._bundles += new
         return new
-
-
-def _kept_at(placement: Placement, kept: Mapping[str, Sequence[Slot]]) -> dict[int, Bundle]:
-    """Number in the placement -> bundle of a process that stays: its own numbers, or others if another process has
-    them. The widest come first, since all of their bundles must stay adjacent, at a multiple of their width."""
-    at: dict[int, Bundle] = {}
-    elsewhere: list[tuple[Bundle, ...]] = []
-    for name in sorted(kept, key=lambda name: -placement.widths.get(name, 1)):
-        for place, slot in zip(placement.places[name], kept[name], strict=False):
-            own = dict(zip(placement.taken(name, place), slot.bundles, strict=True))
-            if any(bundle in at.values() for bundle in slot.bundles):
-                elsewhere += [(bundle,) for bundle in slot.bundles]
-            elif own.keys() & at.keys():
-                elsewhere.append(slot.bundles)
-            else:
-                at |= own
-    # Those below are of groups that share.
-    shared = min((place for name in placement.separate for place in placement.places[name]), default=placement.bundles)
-    for bundles in elsewhere:
-        if any(bundle in at.values() for bundle in bundles):
-            continue
-        width = len(bundles)
-        blocks = (range(start, start + width) for start in range(0, shared - width + 1, width))
-        at |= dict(zip(next((block for block in blocks if not at.keys() & set(block)), ()), bundles, strict=False))
-    return at
-
-
-def _left(placement: Placement, name: str, at: Mapping[int, Bundle], own: Sequence[Slot]) -> Sequence[int]:
-    """Places for a group's new processes, without bundles of its own that stay."""
-    taken = {bundle for slot in own for bundle in slot.bundles}
-    count = len(placement.places[name]) - len(own)
-    alone = [
-        place
-        for place in placement.places[name]
-        if not any(at[index] in taken for index in placement.taken(name, place))
-    ]
-    if len(alone) < count:
-        raise CorerlError(
-            f"{name}: no place for {count} more processes of {placement.widths.get(name, 1)} adjacent bundles, only "
-            f"for {len(alone)}, where the others stay; use another number of them, or start the run again"
-        )
-    return alone[:count]
 
 
 def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:
@@ -346,23 +276,25 @@ def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, Gpu]) -> list[in
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle].place if gpus else 0, bundle))
 
 
-def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
-    """Bundle -> its GPU, as seen by a probe process on the bundle, and bundle -> why its GPU is unknown, if the probe
-    fails or does not answer in time; `nodes` has each bundle's node."""
+def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, Gpu]:
+    """Bundle -> its GPU, as seen by a probe process on the bundle; `nodes` has each bundle's node. Raises
+    InsufficientResources if a probe fails or does not answer in time."""
     probes = {
         index: _gpu_of_bundle.options(**Slot((Bundle(group, index),), 0.0, 1.0).options()).remote() for index in nodes
     }
     found: dict[int, Gpu] = {}
-    silent: dict[int, str] = {}
     until = time.monotonic() + PROBED_WITHIN
     for index, probe in probes.items():
         try:
             found[index] = ray.get(probe, timeout=max(0.0, until - time.monotonic()))
         except RayError as error:
+            for each in probes.values():
+                ray.cancel(each, force=True)
             why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else words(error)
-            silent[index] = f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}"
-            ray.cancel(probe, force=True)
-    return found, silent
+            raise InsufficientResources(
+                f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}; see Ray's logs there"
+            ) from error
+    return found
 
 
 @ray.remote

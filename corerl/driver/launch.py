@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from corerl.algorithms.base import REFERENCE
-from corerl.checkpoint.commit import Faults, latest
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
 from corerl.driver.engines import Engines
 from corerl.driver.groups import RunGroups
@@ -23,42 +21,21 @@ from corerl.driver.roles import ReferencePolicy, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Evaluations, Sampling, start_rewards
-from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
+from corerl.errors import SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.messages import one_line
 from corerl.observability.jsonl import NoticeFile
 from corerl.plan.plan import Plan
-from corerl.plan.resume import Start
 from corerl.plugin.events import RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 
 
 @contextlib.contextmanager
-def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
-    """Start a run's processes; none survives the block, however it ends. Observers get errors.
-
-    `planned` makes the run's plan, which resumes from none of the checkpoints that ranks have found to be damaged: with
-    `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run starts again."""
-    began = time.monotonic()
-    damaged: dict[Path, str] = {}
-    with contextlib.ExitStack() as stack:
-        while True:
-            plan = planned(damaged)
-            try:
-                run = stack.enter_context(_launched(plan, damaged, began))
-                break
-            except CheckpointDamaged:
-                if plan.start.resume not in damaged:
-                    raise
-        yield run
-
-
-@contextlib.contextmanager
-def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
-    """The run, once it has started; `began` is when it was launched. If ranks find its checkpoint to be damaged, and it
-    may fall back to another, the checkpoint is added to `damaged` before that is raised."""
-    start = plan.start
+def launch(plan: Plan, *, began: float | None = None) -> Iterator[Run]:
+    """Start a run's processes; none survives the block, however it ends. Observers get errors. `began` is when the run
+    was launched, by `time.monotonic()`, if that was before its plan was made."""
+    start, began = plan.start, time.monotonic() if began is None else began
     with occupied(start.run_dir):
         write_config(start.run_dir, plan.record)
         own = [("notices", NoticeFile(str(start.run_dir)))]
@@ -80,36 +57,27 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
             with contextlib.ExitStack() as stack:
                 stack.enter_context(progress.beating())
                 stop = stack.enter_context(StopRequest(progress.notice_later))
-                try:
-                    run = _assemble(plan, progress, stop, stack)
-                except CheckpointDamaged as error:
-                    if start.resume is not None and start.resumed is not None:
-                        damaged[start.resume] = error.message
-                    raise
+                run = _assemble(plan, progress, stop, stack)
                 with _rescuing(run):
                     yield run
                 _close(run)
         except BaseException as error:
-            _end_observers(progress, start, error, damaged)
+            _end_observers(progress, str(start.run_dir), error)
             raise
         observers.shutdown("finished")
 
 
-def _end_observers(progress: Progress, start: Start, error: BaseException, damaged: Faults) -> None:
-    """Let observers know that the run has failed, or starts again from an older checkpoint."""
+def _end_observers(progress: Progress, run_dir: str, error: BaseException) -> None:
+    """Let observers know that the run has failed."""
     if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
         error.add_note(f"the run ended in step {progress.steps_done}")
-    falls_back = start.resumed if isinstance(error, CheckpointDamaged) and start.resume in damaged else None
-    if falls_back is not None and latest(falls_back, damaged=damaged) is not None:
-        progress.observers.shutdown("restarted")
-        return
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     progress.emit(
         RunFinished(
             reason=reason,
             steps_done=progress.steps_done,
             seconds=progress.elapsed,
-            artifacts={"run directory": str(start.run_dir)},
+            artifacts={"run directory": run_dir},
         )
     )
     progress.observers.shutdown(reason)
@@ -211,9 +179,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             residency=residency,
             progress=progress,
-            notices=StepNotices(
-                algorithm=plan.algorithm, unseen=unseen_tokens(plan.rollout) if plan.run.has_engines else {}
-            ),
+            notices=StepNotices(unseen=unseen_tokens(plan.rollout) if plan.run.has_engines else {}),
             placeholder=None if plan.rollout.pictures is None else plan.rollout.pictures.placeholder,
         ),
     )

@@ -22,15 +22,14 @@ from corerl.driver.roles import Role
 from corerl.engines.fleet import EngineFleet
 from corerl.models.tokenizer import special_tokens
 from corerl.observability.timing import idle, idle_seconds
-from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.plan import RolloutPlan
 from corerl.plugin.events import StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.scored import ScoredRollout, truncated_fraction
 from corerl.rollout.source import Policies
-from corerl.types import ROLE, FloatArray, IntArray, Metric, Reduction, SampleBatch, TrainResult, offsets_of
+from corerl.types import FloatArray, IntArray, Metric, Reduction, SampleBatch, TrainResult, offsets_of
 
-STEPS = 3  # in a row with equal rewards
+STEPS = 3  # in a row that teach nothing
 NEARLY_ALL = 0.9  # fraction of a step's groups
 
 
@@ -162,17 +161,17 @@ def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: floa
 class StepNotices:
     """Reads each step of a run, and remembers what is reported only once."""
 
-    algorithm: AlgorithmPlan
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {}: reported
-    _equal: int = field(default=0, init=False)  # steps in a row whose rewards teach nothing
+    _zero: int = field(default=0, init=False)  # steps in a row that taught nothing
 
-    def of(self, scored: ScoredRollout) -> Iterator[str]:
+    def of(self, scored: ScoredRollout, trained: SampleBatch | None) -> Iterator[str]:
+        """`trained`: the samples as the losses read them; None if the step was not for training."""
         if scored.first_failure:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
         yield from self._of_unseen(scored.rollout.batch)
-        if not self.algorithm.asks_frozen:
-            yield from self._of_equal_rewards(scored)
+        if trained is not None:
+            yield from self._of_zero_advantages(trained)
 
     def _of_unseen(self, batch: SampleBatch) -> Iterator[str]:
         """That the reward misses tokens that the policy samples; once."""
@@ -185,24 +184,17 @@ class StepNotices:
                 "reward.special_tokens=true if it needs them"
             )
 
-    def _of_equal_rewards(self, scored: ScoredRollout) -> Iterator[str]:
-        """That several steps in a row taught nothing: nearly all groups had equal rewards or, where groups are not
-        compared, all samples of each role had; once."""
-        samples = scored.rollout.batch
-        episodes, _ = samples.episodes
-        rewards = scored.rewards[episodes]
-        equal, groups = without_spread(rewards, samples.peers[episodes])
-        teaches = equal < NEARLY_ALL * groups
-        if not self.algorithm.compares:
-            same, roles = without_spread(rewards, samples.row_columns.get(ROLE, np.zeros(len(samples)))[episodes])
-            teaches = same < roles or len(rewards) == roles  # a sample by itself has no other to equal
-        if self._equal < STEPS:
-            self._equal = 0 if teaches else self._equal + 1
-            if self._equal == STEPS:
+    def _of_zero_advantages(self, samples: SampleBatch) -> Iterator[str]:
+        """That several steps in a row taught nothing, as nearly all groups had advantages of 0 alone; once."""
+        _, group_of = np.unique(samples.peers, return_inverse=True)
+        teach = np.bincount(group_of[samples.row_of], weights=samples.columns["advantages"] != 0) > 0
+        if self._zero < STEPS:
+            zero = int((~teach).sum())
+            self._zero = self._zero + 1 if zero >= NEARLY_ALL * len(teach) else 0
+            if self._zero == STEPS:
                 yield (
-                    f"nearly all groups had equal rewards, {STEPS} steps in a row, now {equal} of {groups}: nothing is "
-                    "learned from these; check the reward and the samples, or use prompts that this model answers "
-                    "right sometimes"
+                    f"nearly all groups had advantages of 0, {STEPS} steps in a row, now {zero} of {len(teach)}: they "
+                    "teach nothing; check reward and samples, or use prompts that are sometimes answered right"
                 )
 
 
@@ -258,7 +250,7 @@ class StepReports:
         engines = self.fleet.names if self.fleet is not None else ()
         waits = idle(self.progress.spans.take(), began, ended, engines=engines)
         metrics |= idle_seconds(waits, engines=len(engines))
-        for line in self.notices.of(scored):
+        for line in self.notices.of(scored, batch.samples if batch else None):
             self.progress.notice(line)
         samples = scored.rollout.batch
         if batch and np.array_equal(batch.samples.tokens, samples.tokens):  # not of a postprocess that drops rows

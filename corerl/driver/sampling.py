@@ -136,17 +136,20 @@ class Sampling:
             steps = self.plan.run.steps
             self.source = SavedRollouts(rollout.settings.saved, steps=steps, vocab_size=rollout.vocab_size)
         else:
-            self.source = self._source(self.fleet, self.sampler)
+            before = state.get("config", {}).get("algorithm", {})
+            self.source = self._source(self.fleet, self.sampler, known_part=before.get("dynamic_sampling_on", ""))
         self.stack.callback(self.source.close)
         if state:
             self.source.restore(state["source"], checkpoint)
 
-    def _source(self, fleet: EngineFleet, sampler: Sampler) -> Source:
-        """The source that samples."""
+    def _source(self, fleet: EngineFleet, sampler: Sampler, *, known_part: str) -> Source:
+        """The source that samples. `known_part`: the one that decided dynamic sampling in the checkpoint's run."""
         plan, settings = self.plan.rollout, self.plan.rollout.settings
         dynamic_sampling = None
         if most := plan.max_replacements:
-            dynamic_sampling = DynamicSampling(useful=spread, max_replacements=most, part=plan.spread_on)
+            part = plan.spread_on
+            known = part in ("", known_part)
+            dynamic_sampling = DynamicSampling(useful=spread, max_replacements=most, part=part, known=known)
         by_prompt = settings.source in ("streamed", "asynchronous")
         fields: dict[str, Any] = {
             "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=self.progress.notice),

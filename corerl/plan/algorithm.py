@@ -38,13 +38,7 @@ class AlgorithmPlan:
     # Of each role of the run that is trained, with the terms of the loss that `[algorithm]` sets.
     objectives: Mapping[str, Objective]
     postprocess: Postprocess | None  # the user's, of the samples with their advantages
-    compares: bool  # the samples of a prompt: groups of equal rewards teach nothing
     credits_turns: bool = False  # as in the spec; a user's function finds them in the samples
-
-    @property
-    def asks_frozen(self) -> bool:
-        """Whether a frozen role teaches too, so that samples of equal rewards may teach something."""
-        return any(each.role not in {*self.objectives, REFERENCE} for each in self.passes)
 
     def snapshots(self, role: str) -> dict[str, str]:
         """The earlier weights of a role that passes ask for, with the setting that wants them."""
@@ -64,9 +58,7 @@ def plan_algorithm(config: Config, plugins: Plugins) -> AlgorithmPlan:
     is not, functions that cannot be imported."""
     own, loaded = config.algorithm, plugins.algorithm
     if loaded is None:
-        return AlgorithmPlan(
-            settings=own, estimate=_never, postprocess=None, passes=(), objectives={ACTOR: CLIPPED}, compares=False
-        )
+        return AlgorithmPlan(settings=own, estimate=_never, postprocess=None, passes=(), objectives={ACTOR: CLIPPED})
     algorithm = _construct(loaded, config.algorithms[loaded.name])
     estimate: Estimate = algorithm.advantages
     postprocess: Postprocess | None = None
@@ -86,7 +78,6 @@ def plan_algorithm(config: Config, plugins: Plugins) -> AlgorithmPlan:
         postprocess=postprocess,
         passes=tuple(_passes(config, algorithm)),
         objectives=objectives,
-        compares=loaded.spec.compares and own.kl_in != "reward" and not own.advantages,
         credits_turns=loaded.spec.credits_turns and not own.advantages,
     )
 

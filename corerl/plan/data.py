@@ -29,7 +29,6 @@ from corerl.models.tokenizer import end_tokens
 from corerl.pictures import PictureReader
 from corerl.plan.check import Problems
 from corerl.plan.resolve import Plugins, check_spec
-from corerl.plugin.pictures import reader_class
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import EngineSpec, SamplerRun
 from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
@@ -75,7 +74,8 @@ def plan_rollout(
     with problems.stage("model.pictures"):
         used, pictures = plugins.pictures, None
         if used is not None:
-            pictures = reader_class(used)(config.pictures[used.name], config.model, tokenizer)
+            reader = load_implementation(Kind.PICTURES, used, base=PictureReader)
+            pictures = reader(config.pictures[used.name], config.model, tokenizer)
     problems.raise_all()
     with problems.stage():
         params = sampling_params(rollout, tokenizer, ends_of(tokenizer, config.model, pictures))
@@ -165,13 +165,7 @@ def plan_sampler(config: Config, sampler: Loaded, engine: EngineSpec) -> MakeSam
     options = config.samplers[sampler.name]
     run = SamplerRun(rollout=config.rollout, reward=config.reward, engine=engine, cluster=config.cluster)
     check_spec(sampler, options, run, config=config)
-    implementation = load_implementation(Kind.SAMPLERS, sampler)
-    if not (isinstance(implementation, type) and issubclass(implementation, Sampler)):
-        raise PluginBroken(
-            f"sampler {sampler}: {sampler.spec.implementation} is {implementation!r}, wanted a subclass of "
-            "corerl.rollout.Sampler"
-        )
-    return partial(implementation, options)
+    return partial(load_implementation(Kind.SAMPLERS, sampler, base=Sampler), options)
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 from attrs import evolve
 
-from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.config.load import as_config, recorded
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain, toml_value
@@ -63,20 +62,19 @@ from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR, PlanAnswer
 
 
-def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:
+def make_plan(config: Config, *, starting: bool = True) -> Plan:
     """Resolve and check everything that can be checked without a process.
 
     Raises UserError with a line for each problem of one round: plugins that cannot be loaded; settings that are wrong
     whatever the plugins do; models, data and functions; the checkpoint; and last what plugins cannot do. Unless a run
-    is `starting`, its directory may already hold one: the config that a run has written stays valid. A run resumes by
-    itself from none of the checkpoints that ranks have found to be `damaged`. Extensions are asked about the plan, and
-    may want another one (`plan_ready`).
+    is `starting`, its directory may already hold one: the config that a run has written stays valid. Extensions are
+    asked about the plan, and may want another one (`plan_ready`).
     """
     chosen: dict[str, Setting] = {}  # by extensions, where a plan had another value
     reasons: list[str] = []  # their notices
     while True:
         try:
-            plan, ready = _plan_run(config, chosen, damaged, starting=starting)
+            plan, ready = _plan_run(config, chosen, starting=starting)
             answers, wanted = ask_extensions(ready, chosen, run_dir=str(plan.start.run_dir))
             new = {key: each for key, each in wanted.items() if _at(ready.config, key) != each.value}
             if not new:
@@ -106,9 +104,7 @@ def _at(config: Config, key: str) -> Any:
     return plain
 
 
-def _plan_run(
-    given: Config, chosen: Mapping[str, Setting], damaged: Faults, *, starting: bool
-) -> tuple[Plan, PlanReady]:
+def _plan_run(given: Config, chosen: Mapping[str, Setting], *, starting: bool) -> tuple[Plan, PlanReady]:
     """The plan of the `given` config with what extensions have chosen, and what these are asked about it."""
     extended = settle_extensions(as_config(given, [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]))
     filled, plugins = resolve_config(with_extensions(extended), contradictions)
@@ -135,7 +131,7 @@ def _plan_run(
     problems.raise_all()
 
     absolute = with_absolute_paths(resolved)  # only now: messages name files as the user does
-    start = find_start(absolute, rollout.prompts, starting=starting, damaged=damaged)
+    start = find_start(absolute, rollout.prompts, starting=starting)
     # Only now, because a resumed run holds out what its checkpoint did.
     with problems.stage():
         eval_sets, about_sets = load_eval_sets(resolved, rollout)

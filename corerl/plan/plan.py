@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
+from corerl.cluster.forks import Forks
 from corerl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -56,6 +57,11 @@ class Plan:
     def first_step(self) -> int:
         """Rollout steps already done; 0 for a run that only samples, which takes just the weights of a checkpoint."""
         return 0 if self.run.mode == "rollout-only" else int(self.start.state.get("rollout_step", 0))
+
+    def started_by(self, forks: Forks | None) -> Plan:
+        """The same, of ranks and engines that start so."""
+        placement = evolve(self.processes.placement, forks=forks)
+        return evolve(self, processes=evolve(self.processes, placement=placement))
 
 
 @frozen(kw_only=True)

@@ -9,7 +9,6 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from corerl.cluster.arrangement import Placement, arrange
-from corerl.cluster.forks import Forks
 from corerl.config.schema import EXPERTS, ClusterInfo, Config
 from corerl.config.toml_text import to_plain
 from corerl.engines.base import EngineContext
@@ -56,10 +55,6 @@ class ProcessPlan:
     colocated_ranks: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
     environment: Mapping[str, str] = field(repr=False)  # of those that a sampler starts; may hold secrets
-
-    def started_by(self, forks: Forks | None) -> ProcessPlan:
-        """The same, of ranks and engines that start so."""
-        return evolve(self, placement=evolve(self.placement, forks=forks))
 
 
 def plan_processes(

@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
-from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, newest_intact, read_state
+from corerl.checkpoint.commit import Faults, latest, newest_intact, read_state
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.schema import Config
 from corerl.data.files import formats_here
@@ -38,7 +38,6 @@ class Start:
     resume: Path | None  # a checkpoint that fits this run, if it resumes
     state: Mapping[str, Any]  # the driver's part of the checkpoint; empty for a fresh run
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
-    resumed: Path | None  # the run that `resume` is the newest intact checkpoint of; None if it was named itself
     data: tuple[str, ...] = ()  # notices about rows that have changed since the checkpoint
 
     @property
@@ -47,7 +46,7 @@ class Start:
         return self.resume is None or lies_in(self.resume, self.run_dir)
 
 
-def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged: Faults = NO_FAULTS) -> Start:
+def find_start(config: Config, prompts: PromptSource, *, starting: bool) -> Start:
     """Where a run of the config begins. Raises all problems together."""
     run_dir = Path(config.run.dir).absolute()
     require_writable(run_dir)
@@ -55,7 +54,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
     data: list[str] = []
     problems = Problems()
     with problems.stage("checkpoint.resume"):
-        resume, faults = checkpoint_to_resume(config, run_dir, starting=starting, damaged=damaged)
+        resume, faults = checkpoint_to_resume(config, run_dir, starting=starting)
         state = read_state(resume) if resume else {}
         if state and config.run.mode != "eval":
             require_same_source(state, config, str(resume))
@@ -77,7 +76,6 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
             f"{ADVICE.split(fault)[0]}"  # without the advice to do that
             for checkpoint, fault in faults.items()
         ),
-        resumed=resumed_run(config, run_dir),
         data=tuple(data),
     )
 
@@ -126,21 +124,11 @@ def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: st
 # ---- what to resume from ---------------------------------------------------------------------------------------------
 
 
-def resumed_run(config: Config, run_dir: Path) -> Path | None:
-    """The run whose newest intact checkpoint is resumed; None if a checkpoint itself is named, or none is."""
+def checkpoint_to_resume(config: Config, run_dir: Path, *, starting: bool) -> tuple[Path | None, Faults]:
+    """The checkpoint to resume from, if any, and the newer ones that are skipped for it, each with its fault. Raises
+    ConfigError rather than overwrite another run."""
     resume = config.checkpoint.resume
-    named = run_dir if resume == "auto" else Path(resume).absolute()
-    # os.path: a name that no file can have is no directory either.
-    return named if resume == "auto" or (resume != "never" and os.path.isdir(checkpoints_dir(named))) else None
-
-
-def checkpoint_to_resume(
-    config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS
-) -> tuple[Path | None, Faults]:
-    """The checkpoint to resume from, if any, and the newer ones that are skipped for it, each with its fault; `damaged`
-    are those that ranks found. Raises ConfigError rather than overwrite another run."""
-    resume = config.checkpoint.resume
-    newest, faults = newest_intact(run_dir, damaged=damaged)
+    newest, faults = newest_intact(run_dir)
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
         raise ConfigError(
@@ -156,13 +144,13 @@ def checkpoint_to_resume(
         )
     if resume == "auto":
         return newest, faults
-    chosen, skipped = None if resume == "never" else Path(resume).absolute(), NO_FAULTS
-    if (other := resumed_run(config, run_dir)) is not None:
-        chosen, skipped = newest_intact(other, damaged=damaged)
+    chosen, skipped = None if resume == "never" else Path(resume).absolute(), dict[Path, str]()
+    if chosen is not None and os.path.isdir(checkpoints_dir(run := chosen)):  # os.path: it may be no file's name
+        chosen, skipped = newest_intact(run)
         if chosen is None:
             found = [ADVICE.split(fault)[0] for fault in skipped.values()]
             raise ConfigError(
-                f"checkpoint.resume: {other} is a run without {'an intact' if found else 'a complete'} checkpoint"
+                f"checkpoint.resume: {run} is a run without {'an intact' if found else 'a complete'} checkpoint"
                 f"{': ' + found[0] if found else ''}; set the path of another run or checkpoint"
             )
     # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.

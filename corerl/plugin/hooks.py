@@ -123,8 +123,7 @@ class Hooks(Protocol):
 
     def shutdown(self, reason: str) -> None:
         """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
-        `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run restarts from
-        an older checkpoint, with new instances, and without a RunFinished event."""
+        `reason` is finished, interrupted or failed."""
 
     # ---- on the driver, for extensions alone -------------------------------------------------------------------------
 

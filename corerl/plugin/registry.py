@@ -204,11 +204,14 @@ def usable(kind: Kind) -> list[Loaded]:
     return found
 
 
-def load_implementation(kind: Kind, loaded: Loaded, value: str = "") -> Any:
+def load_implementation(kind: Kind, loaded: Loaded, value: str = "", *, base: type | None = None) -> Any:
     """Import the class that the spec names, and with it torch; or `value`, where the spec names several. Raises
-    PluginBroken with its cause chained, or with the methods that it lacks."""
+    PluginBroken with its cause chained, if it is no subclass of `base`, or with the methods that it lacks."""
     code = value or loaded.spec.implementation
     found = _imported(f"{kind.noun} {loaded}", code, loaded.distribution)
+    if base is not None and not (isinstance(found, type) and issubclass(found, base)):
+        wanted = f"{base.__module__}.{base.__name__}"
+        raise PluginBroken(f"{kind.noun} {loaded}: {code} is {found!r}, wanted a subclass of {wanted}")
     if lacks := sorted(getattr(found, "__abstractmethods__", ())):
         raise PluginBroken(f"{kind.noun} {loaded}: {code} must implement {', '.join(lacks)}; {CHANGES}")
     return found

@@ -18,6 +18,7 @@ class DynamicSampling:
     useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], peers [B] -> by their numbers
     max_replacements: int  # of a whole step; groups that are still missing then are filled up with dropped ones
     part: str = ""  # of the reward, which decides; "": the reward itself
+    known: bool = False  # whether samples are known to have the part, by an earlier step or a checkpoint's config
 
     def deciding(self, scores: Scores) -> FloatArray:
         """[B] what decides: of samples without the part, whose prompts' rewards may have others, it is the reward."""

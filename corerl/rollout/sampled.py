@@ -213,9 +213,10 @@ class SampledRollouts(Source):
             why = next((task.scores.first for task in tasks if task.scores.first), first)
             count = sum(len(task.request) for task in tasks)
             raise RewardError(why + (f"; all {count} samples failed" if count > 1 else ""))
-        # Of a run's first step alone: by chance a later one, so a resumed run's first, has only prompts without it.
-        if self.dynamic_sampling is not None and self._step == 0:
+        # Of the first step with this part alone: by chance a later one has only prompts without it.
+        if self.dynamic_sampling is not None and not self.dynamic_sampling.known:
             self.dynamic_sampling.require_part(self._scores)
+            self.dynamic_sampling = evolve(self.dynamic_sampling, known=True)
         rollout = Rollout.concatenate([task.rollout for task in tasks])
         scored = ScoredRollout(
             step=self._step,

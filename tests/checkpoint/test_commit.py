@@ -132,7 +132,9 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was never completed"):
         read_state(begin(tmp_path, 3))
     path = save(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=f"{tmp_path} is a run directory, not .* use its newest.*, {path}$"):
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path} is a run directory, not .*; use one of those in {path.parent}$"
+    ):
         read_state(tmp_path)
     (path / "actor" / "rank-00001.json").unlink()
     with pytest.raises(CheckpointError, match=r"actor/rank-00001.json is missing; the checkpoint is damaged"):
@@ -149,8 +151,6 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     (path / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint.json is missing"):
         read_state(path)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} is a run directory without an intact checkpoint: {path}/"):
-        read_state(tmp_path)
 
 
 def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_what_could_not_be_resumed_takes_no_place_among_those_kept(tmp_path: Pat
     first, second = save(tmp_path, 20), save(tmp_path, 30)
     damaged = save(tmp_path, 35)
     tensors = damaged / "actor/rank-00000.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")  # only ranks notice
-    assert newest_intact(tmp_path, damaged={damaged: "found by a rank"})[0] == second
+    tensors.write_bytes(tensors.read_bytes().replace(b"master", b"mistre", 1))  # as long as before
+    assert newest_intact(tmp_path)[0] == second
     said = retain(tmp_path, keep, committed=save(tmp_path, 32))
     removed = "step-00000035 is removed: the run has gone back before it, and now has step-00000032"
     assert said == ([removed] if keep else [])

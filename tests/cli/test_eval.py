@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from corerl import loop
 from corerl.checkpoint.reader import CheckpointSource
@@ -13,7 +12,6 @@ from corerl.cli.main import main
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
 from corerl.driver.run import Summary
-from tests.checkpoint.changes import flip
 from tests.driver.saved import make_config, make_model, save
 
 
@@ -78,8 +76,7 @@ def test_a_damaged_checkpoint_falls_back_to_an_earlier_one(
     config = make_config(run={"dir": str(tmp_path / "run")})
     damaged = save(tmp_path / "run", config, make_model(config, seed=1), step=9)
     for each in (damaged,) if whole else (damaged, checkpoint):
-        file = each / "actor/rank-00000.safetensors"
-        flip(file, next(name for name in load_file(file) if name.startswith("master/")))
+        (each / "actor/rank-00000.safetensors").unlink()
     (tmp_path / "run.toml").write_text(dump_toml(config))
     for what, *more in ([str(tmp_path / "run.toml"), "checkpoint.resume=auto"], [str(tmp_path / "run")]):
         assert main(["eval", what, *more]) == (0 if whole else 2)
@@ -89,7 +86,7 @@ def test_a_damaged_checkpoint_falls_back_to_an_earlier_one(
         else:
             line = f"corerl: error: {tmp_path / 'run'} is a run directory without an intact checkpoint: {damaged}"
             assert told.splitlines()[-1].startswith(line)
-        assert "is not what was saved (its checksum differs)" in told
+        assert "rank-00000.safetensors is missing" in told
     assert [each.checkpoint.resume for each in evaluated] == [str(checkpoint)] * 2 * whole
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corerl.cluster import placement
-from corerl.cluster.arrangement import arrange
+from corerl.cluster.arrangement import Placement, arrange
 from corerl.cluster.placement import Bundle, Gpu, ResourcePool, Slot
 
 
@@ -39,17 +39,12 @@ class Rooms(ResourcePool):
         return {"bundles_to_node_id": at | moved}
 
     def begin(self, groups: Mapping[str, int], **how: Any) -> None:
-        self.take(self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how)))
+        self.take(self.arrange(on_gpus(groups, **how)))
 
-    def moved(
-        self, groups: Mapping[str, int], staying: Mapping[str, int] | None = None, **how: Any
-    ) -> dict[str, Sequence[Slot]]:
-        """Slots for other sizes, which are not taken yet."""
-        return self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how), staying or {})
 
-    def moved_from_lost(self, groups: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
-        """Slots for other sizes of groups that have all ended, on what is left; they are not taken yet."""
-        return self.replace_lost(arrange(groups, cpus=1.0, gpus=1.0), [])
+def on_gpus(groups: Mapping[str, int], **how: Any) -> Placement:
+    """A placement of groups with a GPU for each process that is alone on its bundle."""
+    return arrange(groups, cpus=1.0, gpus=1.0, **how)
 
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
@@ -78,13 +73,9 @@ def has_free(monkeypatch: pytest.MonkeyPatch, **resources: float) -> None:
     monkeypatch.setattr(placement.ray, "available_resources", lambda: resources)
 
 
-def gpus_answer(monkeypatch: pytest.MonkeyPatch, silence: str = "") -> None:
-    """GPUs of bundles that have moved have the bundles' numbers; with a `silence`, none answers, for this reason."""
-
-    def gpus_of(_: object, at: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
-        return ({}, dict.fromkeys(at, silence)) if silence else ({index: Gpu(index, str(index)) for index in at}, {})
-
-    monkeypatch.setattr(placement, "gpus_of_bundles", gpus_of)
+def gpus_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of bundles that have moved have the bundles' numbers."""
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, at: {index: Gpu(index, str(index)) for index in at})
 
 
 @pytest.fixture
@@ -93,7 +84,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
     its GPUs has the number 7 then."""
     moved: dict[tuple[str, int], str] = {}
     monkeypatch.setattr(Rooms, "moves", moved)
-    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: (dict.fromkeys(nodes, Gpu(7, "7")), {}))
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: dict.fromkeys(nodes, Gpu(7, "7")))
     are_gone(monkeypatch, "node 0")
     return moved
 

@@ -191,7 +191,7 @@ PROMPTS = SortDigits(held_out=16, seed=0)
 
 def plan_of(config: Config, run_dir: Path = Path()) -> Plan:
     """As far as a run that has started reads it."""
-    start = Start(run_dir=run_dir, resume=None, state={}, lost=(), resumed=None)
+    start = Start(run_dir=run_dir, resume=None, state={}, lost=())
     rollout = {each.name: None for each in attrs.fields(RolloutPlan)} | {"settings": config.rollout, "prompts": PROMPTS}
     slices = {each.name: getattr(config, each.name, None) for each in attrs.fields(Plan)}
     return Plan(

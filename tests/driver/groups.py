@@ -91,15 +91,14 @@ class Rooms(Mapping[str, Sequence[Slot]]):
     log: list[str]
     slots: dict[str, Sequence[Slot]]
     full: CorerlError | None = None
-    arranged: list[tuple[Placement, Mapping[str, int]]] = field(factory=list)
+    asked: list[tuple[Placement, Mapping[str, int]]] = field(factory=list)
     gone: set[int] = field(factory=set)  # bundles whose machine is
     bundles: Sequence[Bundle] = ()  # but for those of the slots
-    silent: Sequence[str] = ()
 
-    def arrange(self, placement: Placement, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
+    def arranged(self, placement: Placement, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         if self.full is not None:
             raise self.full
-        self.arranged.append((placement, dict(staying)))
+        self.asked.append((placement, dict(staying)))
         return {
             name: [*self.slots[name][: staying.get(name, 0)], *slots[staying.get(name, 0) :]]
             for name, slots in slots_of(placement).items()
@@ -130,7 +129,7 @@ class Rooms(Mapping[str, Sequence[Slot]]):
     def used(self, groups: Iterable[str]) -> set[Bundle]:
         return {bundle for name in groups for slot in self.slots[name] for bundle in slot.bundles}
 
-    def replace_lost(self, placement: Placement, staying: Sequence[str]) -> dict[str, Sequence[Slot]]:
+    def without_lost(self, placement: Placement, staying: Sequence[str]) -> dict[str, Sequence[Slot]]:
         found = slots_of(placement, moved=len(self.gone))
         for name in staying:
             old = self.slots[name][: len(found[name])]

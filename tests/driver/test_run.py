@@ -109,7 +109,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                     fleet=None,
                     residency=staying(),
                     progress=now,
-                    notices=StepNotices(algorithm=plan.algorithm),
+                    notices=StepNotices(),
                 ),
                 "sampling": sampled,
                 "evaluations": Evaluations(plan=plan, sampling=sampled, progress=now, **before),
@@ -153,7 +153,8 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
     run = make_run(config, ears=ears, rollout_step=5)
     result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
-    trained_on = TrainBatch(samples=batch(), metrics={"correction/mean": 0.75})
+    samples = batch().with_columns(advantages=np.ones(5, np.float32))
+    trained_on = TrainBatch(samples=samples, metrics={"correction/mean": 0.75})
     run.actor.next_optimizer_step = 30
     run.step_done(scored(), trained_on, {"actor": [result] * 6})
     (event,) = ears.steps

@@ -75,25 +75,6 @@ def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) ->
         checkpoint_to_resume(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
 
 
-def test_checkpoints_that_ranks_found_damaged_are_skipped(tmp_path: Path) -> None:
-    config = make_config()
-    first, second, third = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4, 6))
-    auto, damaged = config_in(tmp_path, "auto"), {third: "a rank said so", second: "and so"}
-    assert checkpoint_to_resume(auto, tmp_path, starting=True) == (third, {})
-    assert make_plan(auto, {third: "a rank said so"}).start.resume == second
-    plan = make_plan(auto, damaged)
-    assert (plan.start.resume, plan.first_step) == (first, 2)
-    assert plan.start.lost == tuple(
-        f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
-        for path, fault in damaged.items()
-    )
-    other = make_plan(config_in(tmp_path / "other", str(tmp_path)), damaged)
-    assert (other.start.resume, other.start.resumed, other.start.lost) == (first, tmp_path, plan.start.lost)
-    assert make_plan(config_in(tmp_path / "other", str(third))).start.resumed is None
-    with pytest.raises(ConfigError, match="none of its checkpoints can be resumed: a rank said so; set another"):
-        make_plan(auto, {**damaged, first: "and this"})
-
-
 @pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
 def test_a_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path: Path, resume: str) -> None:
     config = make_config()

@@ -73,6 +73,7 @@ def test_a_part_that_only_some_prompts_have_may_decide(kind: str, use: Use[Engin
     fields = {**KINDS[kind], "dynamic_sampling": dynamic_sampling, "steps": 3}
     engines = use(Engines(calls=1, width=2))
     begun, resumed = (refilled(engines, 0, Reward(name="parts", function=reward), **fields) for _ in range(2))
+    resumed.dynamic_sampling = evolve(dynamic_sampling, known=True)  # as the checkpoint's run had it too
     with_right = [engines.next(begun).parts.keys() >= {"right"}]
     position = begun.position
     with_right += [each.parts.keys() >= {"right"} for each in engines.rest(begun)]

@@ -24,7 +24,7 @@ def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
     ends = ["save", "end actor", "end critic", "engines sleep", "take actor critic"]
     assert case.log == [*ends, "start actor", "start critic", "changed actor critic", "take"]
     assert case.groups.changed == {"actor", "critic"}
-    ((placement, staying),) = case.pool.arranged
+    ((placement, staying),) = case.pool.asked
     assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (0, 1)}
     assert staying == {"engines": 2}
     for name, ranks in case.ranks.items():
@@ -115,7 +115,7 @@ def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path, mo
         slots = case.pool.slots
         return {"actor": slots["actor"], "engines": [*slots["engines"], slots["actor"][1], slots["actor"][3]]}
 
-    case.groups.pool.arrange = arrange  # type: ignore[method-assign]  # as ResourcePool does it
+    case.pool.arranged = arrange  # type: ignore[method-assign]  # as of a ResourcePool
     case.change("rollout.replicas=4")
     assert case.groups.update_address().colocated_ranks == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 
@@ -128,7 +128,7 @@ def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path, monk
     def arrange(placement: object, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         return {"actor": case.pool.slots["actor"], "engines": [case.pool.slots["engines"][0], *elsewhere]}
 
-    case.groups.pool.arrange = arrange  # type: ignore[method-assign]
+    case.pool.arranged = arrange  # type: ignore[method-assign]
     told = case.fails(ConfigError, "rollout.replicas=2")
     assert told.startswith("weights.transport: 'ipc', but engines that stay would be on devices without actor ranks; ")
     assert case.log == ["take"] and case.state == before

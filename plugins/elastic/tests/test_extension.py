@@ -188,23 +188,6 @@ def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: 
     assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
 
 
-def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    silence = "cannot tell which GPU bundle 3 has on node 8: no answer within 120 s"
-    case = of_engines(tmp_path, 2, 2)
-    pool = in_room(case, 2, ["node 0", "node 0", "node 1", "node 8"], monkeypatch)
-    gpus_answer(monkeypatch, silence)
-    assert case.replace_lost(ranks=False) == [silence, "engines: 2 -> 1"]
-    assert indices(pool, "engines") == [2] and case.replace_lost(ranks=False) == []
-    (tmp_path / "without").mkdir()
-    case = of_engines(tmp_path / "without", 1, 1)
-    in_room(case, 2, ["node 8", ""], monkeypatch)
-    are_left(monkeypatch)
-    gpus_answer(monkeypatch, silence)
-    with pytest.raises(InsufficientResources) as caught:
-        case.replace_lost()
-    assert caught.value.message == f"roles.actor.ranks: devices are left for 0 of 1; {silence}"
-
-
 def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = wide(tmp_path, "ipc", monkeypatch, ranks=2)
     pool = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)

@@ -9,7 +9,8 @@ import pytest
 from corerl.cluster import ResourcePool
 from corerl_elastic import places as module
 from corerl_elastic.places import Places
-from tests.cluster.rooms import are_gone, gpus, moves, on, rooms_of
+from corerl_elastic.slots import without_lost
+from tests.cluster.rooms import are_gone, gpus, moves, on, on_gpus, rooms_of
 
 __all__ = ["moves"]  # a fixture
 
@@ -70,7 +71,7 @@ def test_nothing_is_awaited_that_an_unused_bundle_can_replace(
     on(moves, ["", "", "node 1", "node 1", "node 2"])
     assert waiting(pool, moves, monkeypatch, {}) == 0.0
     assert [slot.lost for slot in pool["actor"]] == [True, True, False] and Places(pool).unused == 2
-    found = pool.moved_from_lost({"actor": 3})
+    found = without_lost(pool, on_gpus({"actor": 3}), [])
     places = [(slot.node, gpus([slot])) for slot in found["actor"]]
     assert places == [("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)])]
     assert pool.reserved == [5]

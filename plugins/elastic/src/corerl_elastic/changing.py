@@ -12,7 +12,7 @@ from corerl.cluster import Slot
 from corerl.driver import RunGroups, with_colocated_ranks, with_devices
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError
 from corerl.plan import ENGINES, REST, Plan
-from corerl_elastic import sizes
+from corerl_elastic import sizes, slots
 
 
 def sizes_of(run: RunGroups) -> dict[str, int]:
@@ -47,11 +47,11 @@ def resize(run: RunGroups, overrides: Sequence[str]) -> list[str]:
     if replicas[1]:
         staying[ENGINES] = min(replicas)
     try:
-        slots = _arranged(run, plan, staying)
-        with_colocated_ranks(plan.processes, slots)  # raises before anything ends
+        after = _arranged(run, plan, staying)
+        with_colocated_ranks(plan.processes, after)  # raises before anything ends
         checkpoint = run.save() if restarts else None
         try:
-            _become(run, plan, slots, checkpoint)
+            _become(run, plan, after, checkpoint)
         except CorerlError as error:
             _become(run, before, places, checkpoint)
             if isinstance(error, UserError | ResizeFailed):
@@ -69,30 +69,30 @@ def resize(run: RunGroups, overrides: Sequence[str]) -> list[str]:
 
 def _arranged(run: RunGroups, plan: Plan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
     try:
-        return run.pool.arrange(plan.processes.placement, staying)
+        return slots.arranged(run.pool, plan.processes.placement, staying)
     except CorerlError as error:  # no room, a machine that does not fit, or a GPU that does not answer
         raise ResizeFailed(error.message) from error
 
 
-def _become(run: RunGroups, plan: Plan, slots: Mapping[str, Sequence[Slot]], checkpoint: Path | None) -> None:
+def _become(run: RunGroups, plan: Plan, after: Mapping[str, Sequence[Slot]], checkpoint: Path | None) -> None:
     """Engines that are too many end first and missing ones start last: so devices can pass from one side to the other.
     In between all ranks restart from the checkpoint, if there is one."""
     with run.progress.phase("resize"):
-        _resize_engines(run, plan, slots, smaller=True)
+        _resize_engines(run, plan, after, smaller=True)
         if checkpoint is not None:
             run.changed |= run.roles.keys()
             for role in run.roles.values():
                 if not role.group.processes.ended:
                     role.group.shutdown("resized")
             run.end_ranks()
-            run.pool.take({name: slots[name] for name in run.roles}, give_back=False)
+            run.pool.take({name: after[name] for name in run.roles}, give_back=False)
             run.plan = plan
             run.start_ranks(checkpoint)
-        _resize_engines(run, plan, slots, smaller=False)
+        _resize_engines(run, plan, after, smaller=False)
     run.plan = plan
 
 
-def _resize_engines(run: RunGroups, plan: Plan, slots: Mapping[str, Sequence[Slot]], *, smaller: bool) -> None:
+def _resize_engines(run: RunGroups, plan: Plan, after: Mapping[str, Sequence[Slot]], *, smaller: bool) -> None:
     engine = plan.processes.engine
     if run.fleet is None or engine is None:
         return
@@ -102,8 +102,8 @@ def _resize_engines(run: RunGroups, plan: Plan, slots: Mapping[str, Sequence[Slo
     run.changed.add(ENGINES)
     if not smaller:
         run.residency.enter(REST)  # new engines load where ranks may be
-    run.fleet.resize(with_devices(engine, slots[ENGINES]), slots[ENGINES])
-    run.pool.take({ENGINES: slots[ENGINES]}, give_back=False)
+    run.fleet.resize(with_devices(engine, after[ENGINES]), after[ENGINES])
+    run.pool.take({ENGINES: after[ENGINES]}, give_back=False)
     run.residency.engines_changed()
 
 
@@ -116,7 +116,7 @@ def restart_by(run: RunGroups, plan: Plan, *, staying: Sequence[str]) -> None:
     before = run.plan
     _require_same_surroundings(before, plan)
     engines = [ENGINES] if run.fleet is not None else []
-    found = run.pool.replace_lost(plan.processes.placement, [*staying, *engines])
+    found = slots.without_lost(run.pool, plan.processes.placement, [*staying, *engines])
     with_colocated_ranks(plan.processes, found)  # raises before anything is taken
     run.pool.take(found)
     run.follow(plan)

@@ -120,14 +120,11 @@ class Elastic:
                 )
         if not run.lost:
             return
-        silent = run.pool.silent
         try:
             plan = fewer(run.plan, places, [*run.roles, *([ENGINES] if run.fleet is not None else [])])
-            for line in silent:
-                run.notice(line)
             restart_by(run, plan, staying=[] if failure.ranks else [*run.roles])
         except CorerlError as error:
-            raise InsufficientResources("; ".join([error.message, *silent])) from error
+            raise InsufficientResources(error.message) from error
 
 
 def needed_by_balance(plan: PlanReady) -> str:

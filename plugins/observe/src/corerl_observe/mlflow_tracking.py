@@ -19,7 +19,7 @@ IDENTITY_FILE = "mlflow.json"
 STORE = "mlruns"
 PARAMS_AT_ONCE = 100  # MLflow's limit
 LONGEST_PARAM = 500  # characters; MLflow's limit
-STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "restarted": "KILLED", "failed": "FAILED"}
+STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 class Mlflow(Tracker):
