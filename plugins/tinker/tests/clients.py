@@ -87,7 +87,7 @@ class Bench:
 
     def __init__(self, loop: EventLoop, **options: Any) -> None:
         self.policy, self.notices, self.now = OneNumber(), list[str](), 0.0
-        self.options = ServeOptions(name=NAME, aliases=("other/name",), context_length=4096, **options)
+        self.options = ServeOptions(name=NAME, aliases=("other/name",), **options)
         self.service = Service(self.policy, self.options, loop, notify=self.notices.append, clock=lambda: self.now)
         self.app = app(self.service, key=KEY, hosts=("here.example",))
         transport = httpx.ASGITransport(self.app)

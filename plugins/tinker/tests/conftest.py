@@ -57,7 +57,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def served() -> Iterator[Served]:
     policy, notices = OneNumber(), list[str]()
-    options = ServeOptions(name=NAME, aliases=("other/name",), context_length=4096)
+    options = ServeOptions(name=NAME, aliases=("other/name",))
     server, thread, url = start(policy, options, notices)
     yield Served(policy=policy, server=server, url=url, notices=notices)
     policy.hold.set()

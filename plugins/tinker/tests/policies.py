@@ -27,6 +27,7 @@ class OneNumber(ServedPolicy):
 
     def __init__(self) -> None:
         self.w, self.gradient, self.moment = 0.0, 0.0, 0.0
+        self.context_length = 4096
         self.calls: list[str] = []  # of all calls but `draw`, in their order
         self.threads: set[str] = set()
         self.samplers: list[float] = []  # by number

@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
         from corerl_tinker.training import ServedPolicy
 
         with corerl.Engines.start(config, notify=note) as engines:
-            options = evolve(options, context_length=options.context_length or engines.context_length)
             policy = ServedPolicy(engines, options, config)
             server = Server(policy, options, key=key, listening=listening, notify=note)
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C

@@ -46,11 +46,6 @@ class ServeOptions:
         "takes host memory, and all weights have to be trained",
         factory=dict,
     )
-    context_length: int | None = option(
-        "tokens of prompt and response together that clients are promised; none: what the engines hold",
-        default=None,
-        validator=at_least(2),
-    )
     memory_mib: int = option(
         "memory for requests that wait and for results until they are fetched, in MiB; above it clients wait, and "
         "results that were fetched before are forgotten",

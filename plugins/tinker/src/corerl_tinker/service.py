@@ -379,6 +379,7 @@ class Service:
         await asyncio.to_thread(self._policy.checkpoints.expire, path, ttl=ttl)
 
     async def capabilities(self) -> Fields:
-        about = {"max_context_length": self._options.context_length, "trainable": True, "sampleable": True}
+        longest = self._policy.context_length or None  # None: unlimited
+        about = {"max_context_length": longest, "trainable": True, "sampleable": True}
         names = (self._options.name, *self._options.aliases)
         return {"supported_models": [{"model_name": name, **about} for name in names]}

@@ -71,7 +71,7 @@ class ServedPolicy:
         self._seed: int = config.run.seed
         self._lora: LoraConfig | None = plan.cluster.lora
         self._rank = self._lora.rank if self._lora is not None else None  # None: all weights are trained
-        self._longest = options.context_length or engines.context_length
+        self.context_length = engines.context_length  # the most tokens of a row; 0: unlimited
         keep = options.snapshots or (SNAPSHOTS if self._rank is None else LORA_SNAPSHOTS)
         self._teachers = {name: -1 - number for number, name in enumerate(options.teachers)}
         sources = {self._teachers[name]: str(Path(path).absolute()) for name, path in options.teachers.items()}
@@ -178,7 +178,7 @@ class ServedPolicy:
 
     def rows(self, wanted: Pass) -> Rows:
         """The rows of a pass; in any thread."""
-        return rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self._longest)
+        return rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self.context_length)
 
     def run(self, passes: Sequence[Rows]) -> list[PassDone]:
         """Compute log-probs, and add gradients unless they are `forward_only`, for passes that have the same `key`."""
@@ -341,11 +341,11 @@ class ServedPolicy:
 
     def _request(self, wanted: Draw) -> GenerateRequest:
         asked, length, samples = wanted.asked.sampling_params, len(wanted.prompt), wanted.asked.num_samples
-        room = (self._longest or length + self._plan.max_tokens) - length
+        room = (self.context_length or length + self._plan.max_tokens) - length
         most = room if asked.max_tokens is None else asked.max_tokens
-        if (self._longest and most > room) or most < 1:
+        if (self.context_length and most > room) or most < 1:
             raise Refused(
-                f"a prompt of {length} tokens and {most} more do not fit in the context length {self._longest}; "
+                f"a prompt of {length} tokens and {most} more do not fit in the context length {self.context_length}; "
                 "shorten the prompt, or ask for fewer max_tokens"
             )
         listed = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
