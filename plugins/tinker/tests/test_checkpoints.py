@@ -111,6 +111,12 @@ def test_what_has_expired_is_gone(kept: Checkpoints, monkeypatch: pytest.MonkeyP
     kept.expire(PATH, ttl=None)
     now = 1e9
     assert text_at(kept) == "weights"
+    expired = save(kept, "tinker://a:train:0/weights/nobody-asks-for", ttl=5).tinker_path
+    state = kept.state_of(expired)
+    now += 5
+    kept.begin(run("b:train:0", {}))
+    save(kept, "tinker://b:train:0/weights/step-1")
+    assert not state.exists() and text_at(kept) == "weights"
 
 
 def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:

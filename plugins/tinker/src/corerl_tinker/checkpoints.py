@@ -52,12 +52,14 @@ class Checkpoints:
     def save(
         self, path: str, write: Callable[[Path], int], *, ttl: object, overwrite: bool, user_metadata: Metadata
     ) -> Checkpoint:
-        """Publish what `write` puts into a directory; it returns the bytes. Raises Refused if there is a checkpoint of
-        that path, unless `overwrite`."""
+        """Publish what `write` puts into a directory; it returns the bytes. What has expired goes first, of all models.
+        Raises Refused if there is a checkpoint of that path, unless `overwrite`."""
         place, now = self._place(path), _now()
         expires = _expiry(ttl, now)
         if not overwrite and self._read(place) is not None:
             raise Refused(f"{path} exists; give the checkpoint another name, or say overwrite=True")
+        for run in self._directory.iterdir():
+            self._checkpoints(run)
         partial = place.with_name(PARTIAL + place.name)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
