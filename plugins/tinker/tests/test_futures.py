@@ -67,8 +67,8 @@ async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
     for number in range(4):
         await client.sample(sampler, number)
 
-    async def poll(seen: int, *fetched: str, **more: float) -> Any:
-        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    async def poll(seen: int, *fetched: str, clone: int = 0, **more: float) -> Any:
+        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
         fields = {"target": target, "prev_cursor": seen, "retrieved_request_ids": list(fetched), **more}
         return (await client.post("retrieve_futures", fields)).json()
 
@@ -91,6 +91,10 @@ async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
     assert await poll(last, f"{sampler}:2", f"{sampler}:1", timeout=0) == {"completions": [], "cursor": last}
     assert bench.service.sessions.bytes == held - LEAST_BYTES  # the other one still waits
     assert (await client.get(f"{sampler}:2")).status_code == 410
+    bench.policy.drawing = None
+    await client.get((await client.sample(sampler, 2 * 10**9 + 5)).json()["request_id"])  # of a client's second copy
+    of_copies = [(await poll(last, clone=clone, timeout=0))["completions"] for clone in range(3)]
+    assert [len(each) for each in of_copies] == [0, 0, 1]
     assert (await client.post("retrieve_futures", {"target": {"sampling_session_id": "nobody"}})).status_code == 404
 
 

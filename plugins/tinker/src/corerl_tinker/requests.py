@@ -128,6 +128,7 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler) -> D
             raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
     prompt = request.prompt.to_ints()
     checks = {
+        "seq_id": request.seq_id is not None,  # or all such requests would be one
         "prompt": len(prompt) > 0,
         "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / max(len(prompt), 1)),
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,

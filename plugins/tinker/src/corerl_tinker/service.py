@@ -30,6 +30,7 @@ T = TypeVar("T")
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
 HEARTBEATS_SECONDS = 35.0  # clients send one every 10 s
+OF_A_COPY = 10**9  # copies of a sampling client, in other processes, number their requests from a multiple of this
 CREATION = ("session_id", "model_seq_id", "user_metadata", "optimizer_config")  # what load_weights has of create_model
 
 
@@ -343,10 +344,15 @@ class Service:
         """Which requests of a sampler are done; their answers are fetched one by one."""
         sampler_id, cursor = request.target.sampling_session_id, request.prev_cursor
         session, _ = self.sessions.sampler(sampler_id)
+
+        def of_client(name: str) -> bool:
+            sampler, _, number = name.rpartition(":")
+            return sampler == sampler_id and int(number) // OF_A_COPY == request.target.cloned_sampler_id
+
         for name in request.retrieved_request_ids:
             self.sessions.fetched(session, name)
         seconds = POLL_SECONDS if request.timeout is None else min(request.timeout, POLL_SECONDS)
-        done = await session.done_after(cursor, sampler_id, seconds)
+        done = await session.done_after(cursor, of_client, seconds)
         sizes = {name: {"response_payload_uncompressed_size": promise.size} for name, promise in done.items()}
         return {
             "completions": [{"request_id": name, "state": "finished", **size} for name, size in sizes.items()],

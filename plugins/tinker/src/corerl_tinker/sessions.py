@@ -87,15 +87,12 @@ class Session:
     done: int = 0  # how many promises are, or were
     more: asyncio.Event = field(factory=asyncio.Event)  # since somebody has looked
 
-    async def done_after(self, number: int, sampler_id: str, seconds: float) -> dict[str, Promise]:
-        """What was done after this many, of the requests of a sampler. Waits so long for the first one, and a moment
-        more for others: each poll costs client and server a request."""
+    async def done_after(self, number: int, wanted: Callable[[str], bool], seconds: float) -> dict[str, Promise]:
+        """What was done after this many, of the requests whose names are `wanted`. Waits so long for the first one, and
+        a moment more for others: each poll costs client and server a request."""
 
         def found() -> dict[str, Promise]:
-            begin = f"{sampler_id}:"
-            return {
-                name: each for name, each in self.promises.items() if each.number > number and name.startswith(begin)
-            }
+            return {name: each for name, each in self.promises.items() if each.number > number and wanted(name)}
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
