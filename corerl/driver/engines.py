@@ -98,6 +98,7 @@ class Engines:
     _unverified: bool = False  # the engines cannot report `weight_sums`
     _updated_once: set[str] = field(factory=set)  # engines whose current process has taken an update
     _pushing: bool = False
+    _dying: asyncio.Task[str] | None = None  # of `begin`: ends once all engines have died
 
     # ---- for a loop of one's own ------------------------------------------------------------------------------------
 
@@ -198,14 +199,23 @@ class Engines:
 
     async def _sampled(self, request: GenerateRequest) -> Generation:
         work = asyncio.ensure_future(self.fleet.generate(request))
+        if self._dying is None or self._dying.done():  # one for all: hundreds of requests may be sampled at once
+            self._dying = asyncio.create_task(self._all_died())
         try:
-            while not (await asyncio.wait([work], timeout=DEATH_SECONDS))[0]:
-                died = self.fleet.deaths
-                if len(died) == len(self.fleet) and not self._pushing:
-                    raise EngineFailed("; ".join(error.message for error in died.values()))
+            await asyncio.wait([work, self._dying], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise EngineFailed(self._dying.result())
             return work.result()
         finally:
             work.cancel()
+
+    async def _all_died(self) -> str:
+        """Returns why, once all engines have died and no push starts others."""
+        while True:
+            await asyncio.sleep(DEATH_SECONDS)
+            died = self.fleet.deaths
+            if len(died) == len(self.fleet) and not self._pushing:
+                return "; ".join(error.message for error in died.values())
 
     @property
     def takes_turns(self) -> bool:
