@@ -113,14 +113,17 @@ def together(served: Served, wanted: Sequence[Draw]) -> list[Drawn]:
 
 def test_who_waits_for_the_same_weights_waits_for_one_push(served: Served, pushed: list[str]) -> None:
     samplers = [publish(served)]
-    train(served.policy, 1)
-    samplers.append(publish(served))
-    expected = [served.draw(asked(each, seed=3)) for each in samplers]
+    for _ in range(2):
+        train(served.policy, 1)
+        samplers.append(publish(served))
+    wanted = [asked(each, [*PROMPT, last], seed=3) for last in range(3, 7) for each in samplers[:2]]
+    expected = [served.draw(each) for each in wanted]
+    publish(served)
     del pushed[:]
-    for number, drawn in enumerate(together(served, [asked(samplers[number % 2], seed=3) for number in range(8)])):
-        assert drawn.tokens[0].tolist() == expected[number % 2].tokens[0].tolist()
-        np.testing.assert_allclose(drawn.logprobs[0], expected[number % 2].logprobs[0], atol=1e-5)
-    assert len(pushed) == 1
+    for drawn, alone in zip(together(served, wanted), expected, strict=True):
+        assert drawn.tokens[0].tolist() == alone.tokens[0].tolist()
+        np.testing.assert_allclose(drawn.logprobs[0], alone.logprobs[0], atol=1e-5)
+    assert len(pushed) == 2
 
 
 def test_the_copy_that_was_not_used_for_longest_goes(served: Served) -> None:
