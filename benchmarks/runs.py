@@ -99,6 +99,7 @@ class Process:
             )
 
     def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends the program too
         return self
 
     def __exit__(self, *_: object) -> None:
