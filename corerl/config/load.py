@@ -169,11 +169,14 @@ def _keys(dotted: str) -> tuple[str, ...]:
 def _elsewhere(problem: Problem) -> str:
     """The end of a message about an unknown key: the path of a setting of that name elsewhere, or the tables that only
     one plugin knows."""
-    if not problem.unknown:
-        return ""
     key = str(problem.keys[-1])
-    found = [key] if key in class_fields(Config) else deeper(Config, key)
+    is_table = problem.text.startswith("unknown key") and key in class_fields(Config)
+    if not problem.unknown and not is_table:
+        return ""
+    found = [key] if is_table else deeper(Config, key)
     text = f"; there is {' and '.join(found[:2])}" if found else ""
+    if is_table:
+        text += f", but below a line such as [{problem.keys[0]}] keys belong to that table"
     if len(problem.keys) == 2:
         for table, noun in PLUGINS.get(str(problem.keys[0]), {}).items():
             text += f"; what only one {noun} knows is in a table of its own, {table}.NAME"

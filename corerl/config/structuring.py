@@ -7,6 +7,7 @@ fields run.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any, TypeVar, get_args, get_origin
@@ -19,6 +20,7 @@ from corerl.errors import ConfigError
 from corerl.messages import LONGEST, LONGEST_LINE, did_you_mean, nearest, short_repr, shorten, shorten_inside
 
 T = TypeVar("T")
+BOUND = re.compile(r"(Length of )?'\w+' must be (.+?): (.+)")  # a message of attrs' validators
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
 
 
@@ -211,8 +213,11 @@ def deeper(cls: type, key: str) -> list[str]:
 
 def _text(error: BaseException) -> str:
     """An exception's message on one line; only its first argument, since attrs' validators add the field and value."""
-    message = str(error.args[0] if error.args else error) or type(error).__name__
-    return " ".join(message.split())
+    message = " ".join((str(error.args[0] if error.args else error) or type(error).__name__).split())
+    if bound := BOUND.fullmatch(message):
+        length, wanted, value = bound.groups()
+        return f"{'its length ' if length else ''}must be {wanted}, got {value}"
+    return message
 
 
 def _mismatch(value: Any, kind: Any) -> str:

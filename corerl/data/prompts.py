@@ -160,7 +160,8 @@ def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> M
     """Hold out the first rows of an order, copies last. Raises DataError if nothing is left to train on."""
     if held_out >= len(digests):
         raise DataError(
-            f"data.held_out={held_out} leaves nothing to train on: {name} has {len(digests)} prompts; hold out fewer"
+            f"data.held_out={held_out} leaves nothing to train on: {name} has {len(digests)} prompts; hold out "
+            f"fewer, such as {len(digests) // 10}"
         )
     _, first = np.unique(digests[order], return_index=True)
     copy = np.ones(len(order), dtype=np.bool_)

@@ -278,8 +278,9 @@ def require_same_tensors(directory: Path, role: str, shapes: Mapping[str, tuple[
         found = held.get(name)
         if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"
+            table = "[lora]" if is_adapter(name) else "[model]"
             raise CheckpointError(
-                f"{directory} {what} {name!r}, this run's {role} needs {list(shape)}; resume with the [model] it was "
+                f"{directory} {what} {name!r}, this run's {role} needs {list(shape)}; resume with the {table} it was "
                 "trained with, or start a new run in another run.dir"
             )
 

@@ -116,12 +116,19 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
             ),
         ),
         ("[trian]", "trian: unknown key; did you mean 'train'?"),
+        (
+            "[checkpoint]\nbackend.name = 'x'",
+            (
+                "checkpoint.backend: unknown key; did you mean 'background'?; there is backend, but below a line such "
+                "as [checkpoint] keys belong to that table"
+            ),
+        ),
         ("[train]\nminibatches = 2", "train.minibatches: unknown key; did you mean 'mini_batches'?"),
         ("[train]\nlr = 1e-3", "train.lr: unknown key; did you mean 'optimizer.lr'?"),
         ("temperature = 0.7", "temperature: unknown key; did you mean 'rollout.temperature'?"),
         ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; remove the quotes"),
-        ("[run]\nseed = -1", "run.seed: 'seed' must be >= 0: -1"),
-        ("[run]\ndir = ''", "run.dir: Length of 'dir' must be >= 1: 0"),
+        ("[run]\nseed = -1", "run.seed: must be >= 0, got -1"),
+        ("[run]\ndir = ''", "run.dir: its length must be >= 1, got 0"),
         (
             "[model]\npath = 'a\\u0000b'".replace("'", '"'),
             "model.path: expected string without NUL characters, got 'a\\x00b'",
@@ -129,17 +136,17 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         ("[run]\ndir = 2024-05-01", "run.dir: expected string, got date 2024-05-01; put it in quotes"),
         (
             "[train.optimizer]\nbetas = [0.9, 1]",
-            "train.optimizer.betas: 'betas' must be < 1: 1.0",
+            "train.optimizer.betas: must be < 1, got 1.0",
         ),
         ("[rollout]\ntop_k = 1", "rollout.top_k: must be 0 or at least 2, got 1"),
-        ("[rollout]\ntop_p = 0.0", "rollout.top_p: 'top_p' must be > 0: 0.0"),
+        ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be > 0, got 0.0"),
         ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),
         (
             "[cluster]\nenvironment = {'A=B' = 'c'}",
             "cluster.environment: must be valid environment variables, got the name 'A=B'",
         ),
-        ("[cluster]\ntimeout = 0", "cluster.timeout: 'timeout' must be > 0: 0.0"),
-        ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: 'kl_coef' must be >= 0: -0.1"),
+        ("[cluster]\ntimeout = 0", "cluster.timeout: must be > 0, got 0.0"),
+        ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be >= 0, got -0.1"),
         (
             "[algorithm]\nkl_estimator = 'k4'",
             "algorithm.kl_estimator: expected one of 'k1', 'k2', 'k3', 'k3-differentiated', got string 'k4'",
@@ -213,7 +220,10 @@ def test_an_unknown_key_is_answered_with_its_place_elsewhere(tmp_path: Path) -> 
             "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME; what only "
             "one sampler knows is in a table of its own, samplers.NAME"
         ),
-        "model.lora": "there is lora; what only one reader of pictures knows is in a table of its own, pictures.NAME",
+        "model.lora": (
+            "there is lora, but below a line such as [model] keys belong to that table; what only one reader of "
+            "pictures knows is in a table of its own, pictures.NAME"
+        ),
         "data.zzz": "",
     }
 

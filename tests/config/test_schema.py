@@ -23,10 +23,10 @@ def test_the_scale_is_alpha_by_rank_or_its_root(rank: int, rslora: bool, scale: 
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"rank": 0}, "lora.rank: 'rank' must be >= 1: 0"),
-        ({"alpha": 0}, "lora.alpha: 'alpha' must be > 0: 0.0"),
+        ({"rank": 0}, "lora.rank: must be >= 1, got 0"),
+        ({"alpha": 0}, "lora.alpha: must be > 0, got 0.0"),
         ({"alpha": math.inf}, "lora.alpha: must be finite, got inf"),
-        ({"targets": []}, "lora.targets: Length of 'targets' must be >= 1: 0"),
+        ({"targets": []}, "lora.targets: its length must be >= 1, got 0"),
         ({"init": "pissa"}, "lora.init: expected one of 'kaiming', 'gaussian', got string 'pissa'"),
         ({"r": 8}, "lora.r: unknown key; did you mean 'rank'?"),
         ({"lora_alpha": 8}, "lora.lora_alpha: unknown key; did you mean 'alpha'?"),

@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 from safetensors.torch import load_file, save_file
 
+from corerl.cluster.arrangement import arrange
 from corerl.config.schema import CheckpointConfig, Config, DataConfig, LoraConfig, ModelConfig
 from corerl.config.toml_text import to_plain
 from corerl.models.config import hf_config
@@ -25,6 +26,7 @@ from corerl_doctor.advice import (
     of_learning,
     of_model,
     tokens_of_pictures,
+    too_few_cores,
     untrained,
     unused,
     without_adapters,
@@ -211,3 +213,12 @@ def test_a_broken_extension_that_may_join_is_noted(install: Callable[..., Path])
         "the extension 'torn' of corerl-torn takes no part: ModuleNotFoundError: No module named "
         "'a_library_that_is_not_there'; run corerl doctor torn, or uninstall corerl-torn"
     )
+
+
+def test_a_group_with_more_processes_than_cores_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    groups = {"actor": 2, "critic": 2, "engines": 2}  # on the same cores in turns
+    assert list(too_few_cores(arrange(groups))) == []
+    assert list(too_few_cores(arrange({**groups, "critic": 3}))) == [
+        "3 processes of critic share the 2 cores that this run may use; fewer take less time"
+    ]

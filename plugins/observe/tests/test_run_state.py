@@ -88,12 +88,14 @@ def test_ends_of_a_run_are_means_but_for_evaluations() -> None:
     history = History()
     for step in range(60):
         history.add(step, {"a": float(step), "b": math.nan if step % 2 else 1.0})
-    history.add(7, {"once": 3.0})
+    history.add(0, {"once": 2.0})
+    history.add(7, {"late": 3.0})
     for step in (0, 30, 60):
         history.add(step, {"eval/reward": step / 60})
-    headings, ends = history.ends(["a", "b", "once", "eval/reward", "none"])
+    headings, ends = history.ends(["a", "b", "once", "late", "eval/reward", "none"])
     assert headings == ["means of 10 steps", "start", "end"]
-    assert ends == {"a": [4.5, 54.5], "b": [1.0, 1.0], "once": [3.0, None], "eval/reward": [0.0, 1.0]}
+    of_one_value = {"once": [2.0, None], "late": [None, 3.0]}
+    assert ends == {"a": [4.5, 54.5], "b": [1.0, 1.0], **of_one_value, "eval/reward": [0.0, 1.0]}
 
 
 def test_a_history_that_is_rewound_knows_the_steps_before_alone() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from corerl_doctor.listing import Status, installed
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from corerl.cluster import Placement
     from corerl.config import Config
     from corerl.plan import EvalSet, PlanReady, RoleModel, RolloutPlan
 
@@ -85,6 +87,8 @@ def advice(plan: PlanReady) -> Iterator[str]:
         yield f"algorithm.reference: {lacking}"
     if plan.processes.device == "cuda":
         yield from of_choices(plan)
+    elif not config.cluster.address:
+        yield from too_few_cores(plan.processes.placement)
     if config.run.trains:
         yield from of_sampling(config)
         yield from of_learning(config)
@@ -222,6 +226,14 @@ def of_choices(plan: PlanReady) -> Iterator[str]:
                 open_to = name == "recompute" and plan.plugins.supports(role, Capability.RECOMPUTE)
                 more = f"; {install_hint('forecast')} to have it chosen by the memory that training needs" * open_to
                 yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}{more}"
+
+
+def too_few_cores(placement: Placement) -> Iterator[str]:
+    """A line if the processes of a group, which work at the same time, share cores of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    name, most = max(((name, len(own)) for name, own in placement.places.items()), key=lambda each: each[1])
+    if most > cores:
+        yield f"{most} processes of {name} share the {cores} cores that this run may use; fewer take less time"
 
 
 # ---- learning and sampling -------------------------------------------------------------------------------------------

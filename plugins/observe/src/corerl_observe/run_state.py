@@ -259,8 +259,8 @@ class History:
         ended: its mean over the first and over the last steps, a quarter of all at most, since single steps are noisy.
         Of evaluations, which are not, the first and the last.
 
-        The end is None if there is only one value; if that is true of all metrics, its column is left out. What
-        is left is then of the first step, if there was one.
+        Of a metric with only one value the end is None, or the start if the value came after the first step; if all
+        have only one, the column of ends is left out. What is left is then of the first step, if there was one.
         """
         recorded = {name: self.series(name)[1] for name in names if name in self._points}
         longest = max(map(len, recorded.values()), default=0)
@@ -270,9 +270,13 @@ class History:
         steps = max(map(len, (values for name, values in recorded.items() if not _evaluated(name))), default=0)
         few = max(1, min(FEW, steps // 4))
         ends: dict[str, list[float | None]] = {}
+        first = min(self._points[name][0][0] for name in recorded)
         for name, values in recorded.items():
             size = 1 if _evaluated(name) else max(1, min(few, len(values) // 2))
-            ends[name] = [_mean(values[:size]), _mean(values[-size:]) if len(values) > 1 else None]
+            if len(values) > 1:
+                ends[name] = [_mean(values[:size]), _mean(values[-size:])]
+            else:
+                ends[name] = [values[0], None] if self._points[name][0][0] == first else [None, values[0]]
         return [f"means of {few} steps" if few > 1 else "", "start", "end"], ends
 
     def recent(self, name: str, steps: int) -> float:
