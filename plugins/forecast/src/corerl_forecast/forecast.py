@@ -180,13 +180,23 @@ class Forecaster:
         return f"activations of {max(tokens, self.plan.config.rollout.context_length):,} tokens"
 
     def _updating(self, known: Mapping[str, RoleMemory]) -> StageMemory:
-        memory = known[ACTOR]
+        memory, processes = known[ACTOR], self.plan.processes
+        bucket = self.plan.config.weights.bucket_bytes or proportionate_bucket(self._sent)
+        actor, merged = self.plan.models[ACTOR], 0
+        if actor.lora is not None and not processes.separate_adapters:
+            merged = 4 * size_of(meta_model(actor.hf, lora=actor.lora)).adapters  # in float32, of all ranks
+        ranks = len(processes.placement.places[ACTOR])
+        # A rank receives what all have, padded, and sends its own part from memory of its own.
+        received = round((bucket + merged) * (1 + 1 / ranks)) if ranks > 1 else 0
         parts = {
             f"{ACTOR}'s {NAMES[PARAM]}": memory.rank.kinds[PARAM],
-            "buckets": 2 * (self.plan.config.weights.bucket_bytes or proportionate_bucket(self._sent)),
+            "buckets": 2 * bucket,
+            "adapters to merge": merged,
+            "what other ranks send": received,
             "the engine's weights": self._engine,
         }
-        return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, known)})
+        found = {name: count for name, count in parts.items() if count}
+        return StageMemory(stage=UPDATE, parts={**found, **self._beside(ACTOR, known)})
 
     def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
         """What others hold on the device meanwhile: nothing but their processes, if they take turns.
