@@ -86,7 +86,7 @@ class WeightStream(Primitives):
         sends = None in roots or self.layout.rank in roots
         sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
-        try:  # `sender` raises nothing that would leave other ranks in a gather: once it has failed, `finish` says so
+        try:  # `sender`, a GuardedSender, never raises, so that no rank is left in a gather: `finish` reports
             root_of_all = roots[0] if len(set(roots)) == 1 else None
             merged = self._adapter_bucket if self._merges else None
             to_merge = self._gather_float32(merged, "adapters", chunks, root=root_of_all)

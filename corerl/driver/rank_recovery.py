@@ -55,7 +55,7 @@ class RankRecovery:
     @contextlib.contextmanager
     def around(self, restore: Callable[[RestartPoint], None]) -> Iterator[Sequence[WorkerDied]]:
         """If ranks die in the block, restart all as it ends, and let the run `restore` what the checkpoint says. Yields
-        a list that is then of the deaths. Raises the error if no restart is allowed, or no rank has ended."""
+        a list, which then has the deaths. Raises the error if no restart is allowed, or no rank has ended."""
         died: list[WorkerDied] = []
         try:
             yield died

@@ -77,8 +77,8 @@ class Run:
 
     @property
     def _resumes_alike(self) -> bool:
-        """Whether a run that resumes from this step, which gives engines and reference policy its weights, goes on as
-        this one does: by the schedule (plan/check.py has checkpoint.every obey it). The last save need not."""
+        """Whether engines and reference policy have just got these weights, as both do when a run resumes: this step
+        can be resumed from. plan/check.py keeps `checkpoint.every` to such steps; the last save may be at another."""
         step, every = self.progress.steps_done, self.plan.algorithm.settings.reference_every
         fresh = not self.plan.run.has_engines or step % self.plan.weights.every == 0
         return fresh and (not every or step % every == 0)
@@ -104,7 +104,6 @@ class Run:
         the source streams, ranks train on prompts that arrive early, and what they have done comes with the step."""
         rollout = self.plan.rollout
         while True:
-            scored, streamed = None, None
             with self.rewinding_if_ranks_die() as deaths:
                 streamed = self._train_on_arrivals()
                 scored = self._wait_replacing_engines(self.sampling.source.next())

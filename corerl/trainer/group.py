@@ -221,7 +221,8 @@ class TrainGroup:
         return self._add(constructing, lambda results: None)
 
     def init(self) -> Future[InitResult]:
-        """Connect the ranks, build, load, resume. Reading the result sets `layouts`; ContractError if they disagree."""
+        """Connect the ranks, build, load and resume; reading the result sets `layouts`, by which verbs plan. Raises
+        ContractError if ranks disagree on their state or layout."""
         if self._join_at is None:
             self.construct()
         assert self._join_at is not None

@@ -117,8 +117,8 @@ class Worker:
 
     def init(self, host: str, port: int, listening: int | None = None, token: str = "") -> InitResult:
         """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
-        `listening`, if one already listens at that address; for a single rank, port 0 will do. All keys in
-        the ranks' store begin with `token`, which others cannot guess; "" adds nothing to them."""
+        `listening`, if one already listens at that address; for a single rank, port 0 will do. All keys in the
+        ranks' store begin with `token`, which others cannot guess; "" adds nothing to them."""
         self._starting = "process group"
         self._join(host, port, listening, token)
         self._starting = "init"
