@@ -18,17 +18,17 @@ from corerl.plan.make import make_plan
 
 def training(run: Run) -> None:
     with run.rewinding_if_ranks_die():
-        run.update_engines()
+        run.push_weights_and_sleep()
         run.check_logprobs()
         run.evaluate()
-    for scored, streamed in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
-        # A death ends the block, and is not raised: `batches` then goes on from the last checkpoint.
+    for scored, streamed in run.rollouts():  # waits for samples, and trains on those that arrive early
+        # A death is not raised: the end of the block restores the last checkpoint, and `rollouts` goes on from there.
         with run.rewinding_if_ranks_die():
             batch = run.prepare(scored, streamed)
             results = run.optimize(batch)
             run.progress.steps_done += 1
             run.push_weights()
-            run.step_done(scored, batch, results)
+            run.report_step(scored, batch, results)
             run.save()
             run.between_steps()
             run.sleep_ranks()
@@ -39,13 +39,13 @@ def training(run: Run) -> None:
 
 def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
-    run.update_engines()
+    run.push_weights_and_sleep()
     run.check_logprobs()
     run.evaluate()
-    for scored, _ in run.batches():  # written to disk
+    for scored, _ in run.rollouts():  # written to disk
         run.progress.steps_done += 1
-        run.step_done(scored, None, {})
-        run.update_engines()  # the weights stay: others start in the place of dead engines
+        run.report_step(scored, None, {})
+        run.push_weights_and_sleep()  # the weights stay: others start in the place of dead engines
         if run.stopping:
             break
         run.progress.begin("rollout")
@@ -53,7 +53,7 @@ def sampling(run: Run) -> None:
 
 def evaluating(run: Run) -> None:
     """Score the initial or resumed weights on the held-out prompts."""
-    run.update_engines()
+    run.push_weights_and_sleep()
     run.evaluate(always=True)
 
 

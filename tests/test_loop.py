@@ -30,7 +30,7 @@ def test_the_loop_reads_on_one_screen() -> None:
     assert function.end_lineno - function.lineno + 1 <= ONE_SCREEN
     assert max(len(line) for line in source.splitlines()) <= 120
     rollout_steps = [node for node in ast.walk(function) if isinstance(node, ast.For)]
-    assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.batches()"]
+    assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.rollouts()"]
 
 
 @frozen(kw_only=True)
@@ -49,13 +49,13 @@ class FakeRun:
         self.progress = Progress(Observers([]), 5)
         self.plan = SimpleNamespace(run=RunConfig())
 
-    def batches(self) -> Iterator[tuple[str, str]]:
+    def rollouts(self) -> Iterator[tuple[str, str]]:
         return ((f"batch {step}", f"gradients of {step}") for step in range(self.steps))
 
     def push_weights(self) -> None:
         self.log.append("push")
 
-    def update_engines(self) -> None:
+    def push_weights_and_sleep(self) -> None:
         self.push_weights()
         self.sleep_ranks()
 
@@ -81,7 +81,7 @@ class FakeRun:
         self.stopping = self.stopping or self.progress.steps_done == self.stop_in
         return f"results of {batch.samples}"
 
-    def step_done(self, scored: str, batch: FakeBatch, results: str) -> None:
+    def report_step(self, scored: str, batch: FakeBatch, results: str) -> None:
         self.log.append(f"report {scored}: {results}")
 
     def save(self) -> None:

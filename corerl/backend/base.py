@@ -1,8 +1,8 @@
 """The base class of every backend: all hooks of the contract, built on a few primitives that only the backend has.
 
-A subclass writes `build`, `forward_backward`, `optimizer_step`, `forward`, `local_state`, `tensors` and `after_load`.
-From these come sharded loading, resume and save (state.py), the weight stream (stream.py), snapshots, sleep and wake_up
-(memory.py); each may be overridden.
+A subclass writes `build`, `forward_backward`, `optimizer_step`, `forward`, `local_state`, `tensors` and `after_load`
+(see primitives.py; fields that the host sets are in plugin/host.py). From these come sharded loading, resume and save
+(state.py), the weight stream (stream.py), snapshots, sleep and wake_up (memory.py); each may be overridden.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
         optimizer_step = self._resume() if self.config.resume else self._load_initial()
         self._plan_stream()
         if self.config.resume:
-            self._require_taken({name for name, _ in self._gather_plan.shapes})
+            self._require_no_other_tensors({name for name, _ in self._gather_plan.shapes})
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
 

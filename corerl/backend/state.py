@@ -19,7 +19,7 @@ from corerl.plugin.capabilities import Capability
 from corerl.types import SaveResult, Step
 from corerl.weights.checksums import bit_sums
 from corerl.weights.chunks import Chunk, fill
-from corerl.weights.gather import gather_plain
+from corerl.weights.gather import all_gather_json
 
 
 class TrainingState(Primitives):
@@ -133,7 +133,7 @@ class TrainingState(Primitives):
         fill(chunks, source, what=self._checkpoint)
         source.verify(rank=self.layout.rank, world_size=self.layout.world_size)
 
-    def _require_taken(self, names: Collection[str]) -> None:
+    def _require_no_other_tensors(self, names: Collection[str]) -> None:
         """Raise CheckpointError if the checkpoint holds other weights than these: it is of a larger model."""
         for name, shape in CheckpointSource(self.config.resume, *WEIGHTS).shapes.items():
             if name not in names:
@@ -151,7 +151,7 @@ def digest_of_frozen(chunks: Sequence[Chunk], group: ProcessGroup | None) -> str
     for chunk in chunks:
         if not chunk.replica:
             own[chunk.name] = own.get(chunk.name, 0) + rounded_sum(chunk.view)
-    ranks = [own] if group is None else gather_plain(own, group)
+    ranks = [own] if group is None else all_gather_json(own, group)
     names = {name for sums in ranks for name in sums}
     return of_sums({name: sum(sums.get(name, 0) for sums in ranks) for name in names})
 

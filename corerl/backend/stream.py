@@ -15,9 +15,9 @@ from corerl.errors import Unsupported
 from corerl.types import UpdateResult
 from corerl.weights.adapters import Merge, is_adapter, plan_merges
 from corerl.weights.chunks import Chunk
-from corerl.weights.gather import GatherPlan, gather_plain
+from corerl.weights.gather import GatherPlan, all_gather_json
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.quantize import quantize, quantized
+from corerl.weights.quantize import convert_bucket, converted_manifest
 from corerl.weights.transport import WeightSender
 
 
@@ -27,7 +27,7 @@ class Stream:
 
     gathered: Manifest
     converted: Manifest | None = None  # the same buckets, with quantized tensors or more precise buffers
-    precise: Bucket | None = None  # those buffers, which are gathered in float32
+    precise_bucket: Bucket | None = None  # those buffers, which are gathered in float32
 
     @property
     def as_sent(self) -> Manifest:
@@ -60,12 +60,11 @@ class WeightStream(Primitives):
     def _stream_of(self, gathered: Manifest) -> Stream:
         """Weights of this manifest, in the form that engines get. Called on every rank."""
         weights = self.config.weights
-        left_out = weights.unquantized if weights.quantize == "fp8" else None
-        precise = self._precise_buffers(gathered)
-        if left_out is None and not precise:
+        fp8, dtypes = weights.quantize == "fp8", self._precise_dtypes(gathered)
+        if not fp8 and not dtypes:
             return Stream(gathered)
-        shapes = [each for each in self._gather_plan.shapes if each[0] in precise]
-        converted = quantized(gathered, left_out, precise=precise)
+        shapes = [each for each in self._gather_plan.shapes if each[0] in dtypes]
+        converted = converted_manifest(gathered, weights.unquantized, fp8=fp8, dtypes=dtypes)
         return Stream(gathered, converted, _float32_bucket(shapes) if shapes else None)
 
     def stream(self, *, adapters: bool) -> Stream:
@@ -87,12 +86,12 @@ class WeightStream(Primitives):
         sends = None in roots or self.layout.rank in roots
         sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
-        try:
+        try:  # `sender`, a GuardedSender, never raises, so that no rank is left in a gather: `finish` reports
             root_of_all = roots[0] if len(set(roots)) == 1 else None
             merged = self._adapter_bucket if self._merges else None
             to_merge = self._gather_float32(merged, "adapters", chunks, root=root_of_all)
-            unrounded = self._gather_float32(stream.precise, "buffers", chunks, root=root_of_all)
-            precise = {} if stream.precise is None or unrounded is None else stream.precise.views(unrounded)
+            buffers = self._gather_float32(stream.precise_bucket, "buffers", chunks, root=root_of_all)
+            precise = {} if stream.precise_bucket is None or buffers is None else stream.precise_bucket.views(buffers)
             if sends:
                 with self.span("meet engines"):
                     sender.open(stream.as_sent, version)
@@ -115,11 +114,9 @@ class WeightStream(Primitives):
         """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all ranks if it is None.
         `out` is None on ranks that do not need it; `chunks` are this rank's parameters, on the device or not."""
         dtype = getattr(torch, self._stream.gathered.dtype)
-        # Buckets travel between devices, even if a rank's chunks are in host memory.
-        where = torch.empty(0, device=self.device) if out is None else out
-        self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=dtype)
+        self._gather_plan.gather(bucket, out, chunks=chunks, root=root, dtype=dtype, device=self.device)
 
-    def _precise_buffers(self, gathered: Manifest) -> dict[str, str]:
+    def _precise_dtypes(self, gathered: Manifest) -> dict[str, str]:
         """Name -> dtype of the buffers that the manifest's dtype would round: such as decide which experts a token goes
         to. Called on every rank, since a pipeline stage has only its own buffers."""
         dtype = getattr(torch, gathered.dtype)
@@ -128,7 +125,7 @@ class WeightStream(Primitives):
             for chunk in self.buffers()
             if torch.promote_types(chunk.view.dtype, dtype) != dtype
         }
-        ranks = [own] if self.group is None else gather_plain(own, self.group)
+        ranks = [own] if self.group is None else all_gather_json(own, self.group)
         return {name: held for buffers in ranks for name, held in buffers.items()}
 
     def _gather_float32(
@@ -138,9 +135,9 @@ class WeightStream(Primitives):
         there is none. `use` names its memory."""
         if bucket is None:
             return None
-        numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where it is needed
-        where = self._gather_plan.memory(use, numel, torch.float32, self.device)
-        return self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
+        plan, device, receives = self._gather_plan, self.device, root in (None, self.layout.rank)
+        out = plan.memory(use, bucket.numel, torch.float32, device) if receives else None
+        return plan.gather(bucket, out, chunks=chunks, root=root, dtype=torch.float32, device=device)
 
     def _gathered(
         self, sender: WeightSender, bucket: Bucket, stream: Stream, *, chunks: Sequence[Chunk], root: int | None
@@ -175,7 +172,7 @@ class WeightStream(Primitives):
             flat, bucket_sent = out, stream.converted.buckets[bucket.index]
             out = self._room(sender, bucket_sent, stream.converted)
             with self.span("quantize"):
-                quantize(bucket, flat, bucket_sent, out, precise)
+                convert_bucket(bucket, flat, bucket_sent, out, precise)
             bucket = bucket_sent
         with self.span("send"):
             sender.send(bucket, out)

@@ -1,4 +1,4 @@
-"""Chat prompts: messages read from a row, or made from a text."""
+"""Read messages and tools of chats from rows, and show them as text; rollout/encoding.py applies chat templates."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Engines:
     context_length: int = 0  # the most tokens of a sample; 0: unlimited
     # Up to the version that was sent last. The first weights are sent as the version that they had.
     policies: Policies = Factory(lambda self: Policies(version=self.group.loaded_version - 1), takes_self=True)
-    changes_sent: int | None = None  # `group.changes` at the last update; None: before the first, or of other ranks
+    changes_sent: int | None = None  # `group.changes` at the last update; None: engines lack the group's weights
 
     _rendezvous: _Rendezvous | None = None  # None: the next update makes one
     _updates_done: int = 0  # that reached all engines
@@ -267,6 +267,14 @@ class Engines:
             self._replace(failed)
         self._updates_done += 1
         self.changes_sent = None if snapshot else self.group.changes
+
+    def mark_outdated(self) -> None:
+        """Ranks have restarted with other weights than engines hold: a push is due whatever the schedule says."""
+        self.changes_sent = None
+
+    def mark_current(self) -> None:
+        """The ranks of now have loaded the weights that engines hold: these need not be pushed."""
+        self.changes_sent = self.group.changes
 
     def _try_update(self, hold: Hold | None, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
         """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and

@@ -54,8 +54,8 @@ class RankRecovery:
 
     @contextlib.contextmanager
     def around(self, restore: Callable[[RestartPoint], None]) -> Iterator[Sequence[WorkerDied]]:
-        """If ranks die in the block, restart all, and let the run `restore` what the checkpoint says. Yields the
-        deaths so far. Raises the error if no restart is allowed, or no rank has ended."""
+        """If ranks die in the block, restart all as it ends, and let the run `restore` what the checkpoint says. Yields
+        a list, which then has the deaths. Raises the error if no restart is allowed, or no rank has ended."""
         died: list[WorkerDied] = []
         try:
             yield died

@@ -73,12 +73,12 @@ class Run:
     @property
     def stopping(self) -> bool:
         """Whether to stop now."""
-        return self.groups.stop.requested and self._resumable
+        return self.groups.stop.requested and self._resumes_alike
 
     @property
-    def _resumable(self) -> bool:
-        """Whether engines have just got new weights, and the reference policy is renewed, as both are when a run
-        resumes."""
+    def _resumes_alike(self) -> bool:
+        """Whether engines and reference policy have just got these weights, as both do when a run resumes: this step
+        can be resumed from. plan/check.py keeps `checkpoint.every` to such steps; the last save may be at another."""
         step, every = self.progress.steps_done, self.plan.algorithm.settings.reference_every
         fresh = not self.plan.run.has_engines or step % self.plan.weights.every == 0
         return fresh and (not every or step % every == 0)
@@ -99,14 +99,13 @@ class Run:
 
     # ---- samples ----------------------------------------------------------------------------------------------------
 
-    def batches(self) -> Iterator[tuple[ScoredRollout, StreamedStep | None]]:
-        """The rollout steps still to do, each when it is wanted: saved if the run keeps them, and postprocessed. With a
-        source that streams comes what the ranks have done by then with prompts that arrived before the others."""
+    def rollouts(self) -> Iterator[tuple[ScoredRollout, StreamedStep | None]]:
+        """The rollout steps still to do, each when it is wanted: saved if the run keeps them, and postprocessed. Where
+        the source streams, ranks train on prompts that arrive early, and what they have done comes with the step."""
         rollout = self.plan.rollout
         while True:
-            scored, streamed = None, None
             with self.rewinding_if_ranks_die() as deaths:
-                streamed = self._accumulated()
+                streamed = self._train_on_arrivals()
                 scored = self._wait_replacing_engines(self.sampling.source.next())
             if deaths:
                 continue
@@ -118,14 +117,14 @@ class Run:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
             yield scored, streamed
 
-    def _accumulated(self) -> StreamedStep | None:
-        """The gradients of the next step's prompts, which arrive one by one; None if they come together."""
+    def _train_on_arrivals(self) -> StreamedStep | None:
+        """Compute passes and gradients of the next step's prompts as they arrive; None if they come together."""
         streamed = None
         while arrived := self._wait_replacing_engines(self.sampling.source.arrived()):
             streamed = streamed or StreamedStep(
                 step=self.progress.steps_done,
                 trained=self.actor if ACTOR in self._trained else None,
-                with_logprobs=self.with_logprobs,
+                with_passes=self.with_passes,
                 with_advantages=self.advantages_of,
                 progress=self.progress,
             )
@@ -137,7 +136,7 @@ class Run:
         """Wait for work that may need engines; if none is left, new ones are started."""
         if self.engines is None:
             return self.sampling.loop.run(work)
-        return self.engines.serve(work, self.update_engines)
+        return self.engines.serve(work, self.push_weights_and_sleep)
 
     # ---- do trainer and engines agree? ------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class Run:
         with self.progress.phase("compare"):
             samples = self._sampled_for(self.logprob_check)
         self._compare(self.logprob_check, samples)
-        self.update_engines()  # only engines that take turns with the ranks in memory have lost their weights
+        self.push_weights_and_sleep()  # only engines that take turns with the ranks in memory have lost their weights
 
     def _sampled_for(self, check: LogprobCheck) -> SampleBatch:
         samples = self._wait_replacing_engines(check.sample())
@@ -171,15 +170,15 @@ class Run:
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
     def prepare(self, scored: ScoredRollout, streamed: StreamedStep | None = None) -> TrainBatch:
-        """Everything the losses read, computed by the models before the batch's first optimizer step, unless that is
-        `streamed`. Raises LogprobMismatch if a check of log-probs is due, and trainer and engines compute different
-        ones."""
+        """Everything the losses read, computed by the models before the batch's first optimizer step; of a step that
+        is `streamed` they have done so already. Raises LogprobMismatch if a check of log-probs is due, and trainer and
+        engines compute different ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
         check, engines = self.logprob_check, self.engines
         if check is not None and engines is not None and check.due and engines.up_to_date:
             fresh = spread_over(samples, since=engines.policies.since)  # none where sources sample ahead
             self._compare(check, fresh if len(fresh) else self._sampled_for(check))
-        samples = self.with_logprobs(samples) if streamed is None else streamed.completed(samples)
+        samples = self.with_passes(samples) if streamed is None else streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if streamed is not None:
             batch = evolve(batch, scale_of_accumulated=streamed.scale)
@@ -189,10 +188,10 @@ class Run:
             batch = evolve(batch, metrics={**staleness_metrics(samples, engines.policies), **batch.metrics})
         return batch
 
-    def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
-        """The samples with all columns that advantages are computed from: passes of the actor, the reference and the
-        critic, of samples whose truncated rows are masked if the run says so. Where no pass computes `old_logprobs`
-        again, they are the engine's."""
+    def with_passes(self, samples: SampleBatch) -> SampleBatch:
+        """The samples with the columns that advantages are computed from, once truncated rows are masked, if the run
+        says so: passes of actor, reference (log-probs) and critic (values). Where no pass computes `old_logprobs`, they
+        are the engine's."""
         algorithm = self.plan.algorithm
         if algorithm.settings.overlong == "mask":
             samples = without_truncated(samples)
@@ -204,10 +203,7 @@ class Run:
         stored = StoredBatch(samples)
         passing = {
             each: self.roles[each.role].start_forward(
-                stored,
-                tuple(each.columns.values()),
-                snapshot=each.snapshot,
-                replay=each.replay,
+                stored, tuple(each.columns.values()), snapshot=each.snapshot, replay=each.replay
             )
             for each in algorithm.passes
         }
@@ -254,7 +250,7 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        self.reference.renew(self.progress.steps_done + 1, self.residency.enter)
+        self.reference.renew(self.progress.steps_done + 1, self.residency.enter)  # the loop counts this step later
 
     def _start_training(
         self, names: Sequence[str], stored: StoredBatch, batch: TrainBatch
@@ -279,9 +275,9 @@ class Run:
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
     def rewinding_if_ranks_die(self) -> AbstractContextManager[Sequence[WorkerDied]]:
-        """A context in which ranks may die: the error ends the block, all ranks restart from the newest checkpoint, and
-        the steps since then are repeated: `progress` and the source of samples go back to it. Yields the deaths so
-        far."""
+        """A context in which ranks may die: the error ends the block, and leaving it restarts all ranks from the newest
+        checkpoint, to which `progress` and the source of samples go back: the steps since then are repeated. Yields a
+        list, which holds the deaths once the block is left."""
         return self.recovery.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
@@ -292,25 +288,25 @@ class Run:
         self.reference.begin(resumed=bool(point.state))
         self.sampling.restart(point.state, point.checkpoint)
         if self.engines is not None:
-            self.engines.changes_sent = None
+            self.engines.mark_outdated()
             self.sampling.source.renumber(self.engines.version + 1 - self.actor.group.loaded_version)
             self.sampling.loop.run(self.engines.fleet.reset())
-        self.update_engines()
+        self.push_weights_and_sleep()
         self.evaluate()
 
     # ---- extensions that decide -------------------------------------------------------------------------------------
 
     def between_steps(self) -> None:
         """Let extensions change the groups, or stop the run, if another step comes, and a run could resume here."""
-        if self.stopping or self.progress.steps_done >= self.plan.run.steps or not self._resumable:
+        if self.stopping or self.progress.steps_done >= self.plan.run.steps or not self._resumes_alike:
             return
         changed = self.groups.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
             self.residency.enter(ACTOR_WEIGHTS)
             self.reference.begin(resumed=True)
         if changed and self.engines is not None:
-            if ACTOR in changed:  # the weights of now, which engines have, are on other ranks
-                self.engines.changes_sent = self.actor.group.changes
+            if ACTOR in changed:
+                self.engines.mark_current()
             self.engines.new_rendezvous()
             self.push_weights()
 
@@ -327,7 +323,7 @@ class Run:
         if new and self.logprob_check is not None:
             self.logprob_check.policy_sent()
 
-    def update_engines(self) -> None:
+    def push_weights_and_sleep(self) -> None:
         """Push weights outside of a step. Engines that are new or have lost their weights make a push due whatever the
         schedule says, and so others start in the place of those that have died."""
         self.push_weights()
@@ -348,7 +344,7 @@ class Run:
 
     # ---- reports and checkpoints ------------------------------------------------------------------------------------
 
-    def step_done(
+    def report_step(
         self, scored: ScoredRollout, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]
     ) -> None:
         """Report a rollout step, which is done: ranks and engines may restart as often as before again, and may stay in
@@ -368,7 +364,7 @@ class Run:
         """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"), self.progress.spans("save"):
             last = self.progress.steps_done >= self.plan.run.steps or self.stopping
-            self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
+            self.saves.after_step(self._driver_part, last=last, resumable=self._resumes_alike)
 
     def _driver_part(self) -> DriverPart:
         schedules = {name: asdict(role.decay_start) for name, role in self.roles.items() if role.decay_start}
@@ -396,9 +392,8 @@ class Run:
         if self.plan.run.trains:
             artifacts |= self._finish_training(export=self.plan.checkpoint.export and reason == "finished")
         if reason == "interrupted" and self.plan.run.trains:
-            artifacts["to go on"] = (
-                f"the same command with {shlex.quote(f'run.dir={self.run_dir}')} checkpoint.resume=auto"
-            )
+            resumed = shlex.quote(f"run.dir={self.run_dir}")
+            artifacts["to go on"] = f"the same command with {resumed} checkpoint.resume=auto"
         self.progress.emit(
             RunFinished(
                 reason=reason,

@@ -23,7 +23,7 @@ class StreamedStep:
 
     step: int  # the rollout step
     trained: Role | None  # None if no role is trained in it
-    with_logprobs: Callable[[SampleBatch], SampleBatch]  # adds the columns that advantages are computed from
+    with_passes: Callable[[SampleBatch], SampleBatch]  # adds the columns that advantages are computed from
     with_advantages: Callable[[SampleBatch, FloatArray], TrainBatch]
     progress: Progress
 
@@ -40,7 +40,7 @@ class StreamedStep:
 
     def add(self, arrived: Arrived) -> None:
         """Returns once the ranks are done with these: prompts that come meanwhile are passed together."""
-        samples = self.with_logprobs(arrived.batch)
+        samples = self.with_passes(arrived.batch)
         self._arrived.append(evolve(arrived, batch=samples))
         if (role := self.trained) is None:
             return

@@ -17,7 +17,7 @@ import torch
 from attrs import frozen
 from torch.distributed import ProcessGroup
 
-from corerl.weights.gather import gather_plain
+from corerl.weights.gather import all_gather_json
 from corerl.weights.pinning import CudaPinning
 
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
@@ -184,7 +184,7 @@ def _require_room(nbytes: int, group: ProcessGroup | None) -> None:
     asked = [mine]
     if group is not None and group.size() > 1:
         # Every rank reads its host's free memory before any takes some.
-        asked = gather_plain(mine, group)
+        asked = all_gather_json(mine, group)
     here = [(wanted, free) for host, wanted, free in asked if host == mine[0]]
     total, available = sum(wanted for wanted, _ in here), min(free for _, free in here)
     if total <= available:

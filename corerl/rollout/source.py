@@ -90,9 +90,9 @@ class Source(ABC):
         data differ from the checkpoint's."""
 
     def renumber(self, updates: int) -> None:  # noqa: B027  -- most keep no samples
-        """Called after `restore` with the number of weight updates that engines have had since the checkpoint and that
-        the restored run discards. Add it to the versions of restored samples, which stay as many versions behind the
-        weights as they were."""
+        """Called after `restore` with the number of weight updates since the checkpoint, which the restored run
+        discards, including the push that follows. Add it to the versions of restored samples, which stay as many
+        versions behind the weights as they were."""
 
     def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing to add
         """Write the state that `position` does not hold. Raises DataError."""

@@ -86,7 +86,7 @@ def _stored(samples: SampleBatch | StoredBatch) -> StoredBatch:
 
 
 class TrainGroup:
-    """The ranks of one role, as `TrainGroup.start(config)` gives them.
+    """The ranks of one role, as `TrainGroup.start(config)` gives them: by `launch`, then `construct`, then `init`.
 
     Each verb calls the method of that name of `trainer.worker.Worker` on every rank, which calls the backend's hook
     through its `PluginHost`. Ranks run the verbs in the order they were started; start them in one thread.
@@ -97,15 +97,15 @@ class TrainGroup:
     if no result has.
     """
 
-    def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
+    def __init__(self, processes: RayGroup, role_plan: RolePlan) -> None:
         """`processes` are of the plan."""
         self.processes = processes
-        self.role_plan = plan
-        self.role = plan.role
+        self.role_plan = role_plan
+        self.role = role_plan.role
         self._config: Config | None = None  # of `start`, and the bundles that it has reserved
         self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
-        self.layouts: list[ParallelLayout] = []
+        self.layouts: list[ParallelLayout] = []  # of the ranks, once the result of `init` is read
         self.loaded_step = 0  # the optimizer step that comes after the state that the ranks loaded
         self.loaded_version = 0  # of the weights that they loaded; they send engines no version before it
         self.changes = 0  # verbs that have changed the weights, or may have
@@ -134,17 +134,17 @@ class TrainGroup:
         from corerl.plan.group import plan_group  # slow to import: takes seconds
 
         config = as_config(config)
-        plan = plan_group(config, role, resume=resume)
-        for line in plan.notices:
+        group_plan = plan_group(config, role, resume=resume)
+        for line in group_plan.notices:
             notify(line)
-        placement = plan.processes.placement
+        placement = group_plan.processes.placement
         cpus = max(placement.cpus, CPUS)
         with (
-            ray_session(address=plan.cluster.address, cpus=cpus) as owns_ray,
+            ray_session(address=group_plan.cluster.address, cpus=cpus) as owns_ray,
             reserved(placement, release=not owns_ray) as pool,
         ):
-            starting = plan.role if moments else _loading(plan.role, resume_moments=False)
-            group = cls.launch(starting, pool[role], watching=Watching.of(plan.cluster, notify))
+            starting = group_plan.role if moments else _loading(group_plan.role, resume_moments=False)
+            group = cls.launch(starting, pool[role], watching=Watching.of(group_plan.cluster, notify))
             group._config, group._pool = config, pool
             try:
                 group.init().result()
@@ -154,14 +154,14 @@ class TrainGroup:
                 group.processes.kill()
 
     @classmethod
-    def launch(cls, plan: RolePlan, slots: Sequence[Slot], *, watching: Watching | None = None) -> Self:
+    def launch(cls, role_plan: RolePlan, slots: Sequence[Slot], *, watching: Watching | None = None) -> Self:
         """Start a process for each rank; returns at once."""
-        return cls(_processes(plan, slots, watching), plan)
+        return cls(_processes(role_plan, slots, watching), role_plan)
 
     def restart(
         self,
         resume: str | None = None,
-        plan: RolePlan | None = None,
+        role_plan: RolePlan | None = None,
         slots: Sequence[Slot] | None = None,
         *,
         moments: bool = True,
@@ -171,7 +171,7 @@ class TrainGroup:
         these are given. Without `moments` the weights alone are loaded, and a new optimizer begins at step 0.
         `layouts` are known once the result is read."""
         self.processes.kill()
-        self.role_plan = plan or self.role_plan
+        self.role_plan = role_plan or self.role_plan
         if resume is not None:
             self.role_plan = _loading(self.role_plan, resume=resume, resume_moments=moments)
         elif not moments:
@@ -198,12 +198,12 @@ class TrainGroup:
         if self._config is None or self._pool is None:
             raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use restart")
         config = with_sizes(self._config, self.role, ranks=ranks, backend=backend, options=options)
-        plan = plan_group(config, self.role, resume=resume)
+        group_plan = plan_group(config, self.role, resume=resume)
         if not self.processes.ended:  # a save in the background ends with the ranks
             self.saved(wait=True, memory=in_memory(resume)).result()
         try:
-            slots = self._pool.arrange(plan.processes.placement)
-            result = self.restart(None, plan.role, slots[self.role]).result()
+            slots = self._pool.arrange(group_plan.processes.placement)
+            result = self.restart(None, group_plan.role, slots[self.role]).result()
         except BaseException:
             self._pool.take({})  # gives back what was reserved for ranks that did not start
             raise
@@ -218,10 +218,11 @@ class TrainGroup:
         Returns when rank 0's process has started."""
         self._join_at = self.processes.listen(0)  # first: later it would queue behind slow imports
         constructing = self.processes.construct([(assignment,) for assignment in self.role_plan.assignments])
-        return self._add(constructing, _nothing)
+        return self._add(constructing, lambda results: None)
 
     def init(self) -> Future[InitResult]:
-        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
+        """Connect the ranks, build, load and resume; reading the result sets `layouts`, by which verbs plan. Raises
+        ContractError if ranks disagree on their state or layout."""
         if self._join_at is None:
             self.construct()
         assert self._join_at is not None
@@ -265,7 +266,7 @@ class TrainGroup:
         same passes come back as columns of all samples, 0 at those outside the plan. `last` promises that
         `optimizer_step` comes next, which lets some backends reduce gradients while the last passes run. Until then
         nothing is saved, gradients stay awake, and `train` is refused: such a call ends the group with WrongState."""
-        self._require_trained("forward_backward")
+        self._require_not_frozen("forward_backward")
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         stored = _stored(samples)
         columns = stored.samples.columns
@@ -286,7 +287,7 @@ class TrainGroup:
         """The optimizer steps of a rollout batch, as its `[train]` and its algorithm say: `mini_batches` in each of
         `epochs`, or one per group if there are fewer groups. Their order follows from `seed`; give each batch
         another."""
-        train, objective = self.role_plan.train, self._require_trained("plan_steps")
+        train, objective = self.role_plan.train, self._require_not_frozen("plan_steps")
         return plan_steps(
             samples,
             self.layouts[0],
@@ -302,7 +303,7 @@ class TrainGroup:
         """A plan for `forward_backward` of some groups of a step whose others are elsewhere, and what they add to the
         step's denominator, as the role's `[train]` and algorithm say. All calls of the step take the same `unit`, near
         the denominator; its `optimizer_step` has the scale unit / denominator."""
-        train, objective = self.role_plan.train, self._require_trained("plan_part")
+        train, objective = self.role_plan.train, self._require_not_frozen("plan_part")
         return plan_part(
             samples,
             self.layouts[0],
@@ -357,7 +358,7 @@ class TrainGroup:
         bucket has an entry in `engines`, and after that the next update needs another `rendezvous`; with `verify`,
         `sums` has the bit sums of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent,
         to engines that hold all other weights (`weights.lora = "adapter"`)."""
-        self._require_trained("update_weights")
+        self._require_not_frozen("update_weights")
         return self._add(self._start("update_weights", address, version, verify, adapters, snapshot), merge_updates)
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
@@ -374,7 +375,7 @@ class TrainGroup:
         """Write this role's part into the directory `path`; returns bytes. In the background it is copied to the host
         first, and `saved` returns whether it is complete; one of these and a run's in-memory checkpoint may be in
         flight."""
-        self._require_trained("save")
+        self._require_not_frozen("save")
         saving = self._start("save", path, step, background, at=_at(step))
         return self._add(saving, lambda results: sum(result.bytes for result in results))
 
@@ -383,21 +384,21 @@ class TrainGroup:
         with `wait`, once it is. Raises SaveFailed if one failed."""
         return self._add(self._start("saved", wait, memory), all)
 
-    def _require_trained(self, verb: str) -> Objective:
-        """Raise before any rank is called: an error there would end the group."""
+    def _require_not_frozen(self, verb: str) -> Objective:
+        """Raise if the role only passes samples, before any rank is called: an error there would end the group."""
         if self.role_plan.objective is None:
             raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
         return self.role_plan.objective
 
     def _require_step(self, verb: str, step: Step) -> None:
-        """The same, and if the backend cannot take such a step."""
-        self._require_trained(verb)
+        """Raise if the role is frozen, or its backend lacks what the step asks for."""
+        self._require_not_frozen(verb)
         if step.adam is not None:
             backend = self.role_plan.backend
             check_capabilities(backend.spec, {Capability.ADAM: f"{verb} with Step.adam"}, name=backend.name)
 
     def _require_targets(self, verb: str, samples: SampleBatch) -> None:
-        """The same for samples with a column `targets`, and Unsupported too if the backend would ignore it."""
+        """Raise Unsupported for `targets` that the backend would ignore, DataError for one that is no token id."""
         if TARGETS not in samples.columns:
             return
         backend, targets = self.role_plan.backend, samples.columns[TARGETS]
@@ -445,13 +446,13 @@ class TrainGroup:
 
     def call(self, method: str, *args: Any) -> Future[None]:
         """Start a method of the workers that returns nothing."""
-        return self._add(self._start(method, *args), _nothing)
+        return self._add(self._start(method, *args), lambda results: None)
 
     def _start_reading(
         self, method: str, stored: StoredBatch, columns: Collection[str], plan: StepPlan, *args: Any, at: str = ""
     ) -> Pending:
         """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own shard of
-        the plan. A single node reads one copy of all samples, which is put once for every step."""
+        the plan. A single node reads one copy of all samples, the same for all steps."""
         if TARGETS in columns:
             self._require_targets(method, stored.samples)
         if self.processes.ended:
@@ -517,7 +518,3 @@ class Snapshot:
 def _at(step: Step) -> str:
     """For messages: where a rank is that dies or hangs."""
     return f"optimizer step {step.optimizer_step}"
-
-
-def _nothing(results: Sequence[None]) -> None:
-    """Of verbs whose ranks return nothing."""

@@ -69,7 +69,7 @@ class TimedMicroBatches:
 
 
 class Worker:
-    """One rank of a role. Every method is called on all ranks of the group, in the same order."""
+    """One rank of a role. Every method but `engine_failed` is called on all ranks of the group, in the same order."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.context = assignment.context
@@ -117,8 +117,8 @@ class Worker:
 
     def init(self, host: str, port: int, listening: int | None = None, token: str = "") -> InitResult:
         """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
-        `listening`, if one already listens at that address; for a single rank, port 0 will do. Without `token`, which
-        the ranks' keys begin with, nobody answers to one of them."""
+        `listening`, if one already listens at that address; for a single rank, port 0 will do. All keys in the
+        ranks' store begin with `token`, which others cannot guess; "" adds nothing to them."""
         self._starting = "process group"
         self._join(host, port, listening, token)
         self._starting = "init"
@@ -145,7 +145,7 @@ class Worker:
             return self.train_on(batch, loss, step)
 
     def train_on(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        """`train` of samples that are packed already: what the suite calls with batches of its own."""
+        """`train` of samples that are packed already: the conformance suite (corerl_testing) calls it with its own."""
         self.add_gradients(batch, loss, last=True, at=step)
         return self.optimizer_step(step, 1.0)
 

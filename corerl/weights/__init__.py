@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from corerl.weights.chunks import flat_range_views as flat_range_views
     from corerl.weights.chunks import intersect as intersect
     from corerl.weights.chunks import within as within
-    from corerl.weights.gather import gather_plain as gather_plain
+    from corerl.weights.gather import all_gather_json as all_gather_json
     from corerl.weights.manifest import Bucket as Bucket
     from corerl.weights.manifest import Manifest as Manifest
     from corerl.weights.manifest import build_manifest as build_manifest
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import FP8 as FP8
     from corerl.weights.quantize import SCALE as SCALE
     from corerl.weights.quantize import as_sent as as_sent
+    from corerl.weights.quantize import converted_manifest as converted_manifest
     from corerl.weights.quantize import is_quantized as is_quantized
-    from corerl.weights.quantize import quantized as quantized
     from corerl.weights.transport import Address as Address
     from corerl.weights.transport import Arriving as Arriving
     from corerl.weights.transport import Receiver as Receiver

@@ -1,4 +1,7 @@
-"""Gather full Hugging Face tensors, one bucket at a time, from the boxes that the ranks hold."""
+"""Gather full Hugging Face tensors, one bucket at a time, from the boxes that the ranks hold.
+
+A chunk is a box of a tensor, with a view of the rank's memory. The boxes that a rank has of a bucket, end to end, are
+its part. Boxes of one kind at equal distances, the pieces of a run, are copied at once; larger ones are runs alone."""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from corerl.weights.manifest import Bucket
 
 Shape: TypeAlias = tuple[int, ...]
 NamedBox: TypeAlias = tuple[str, Shape, Box]  # a tensor's name and whole shape, and a box of it
-Kind: TypeAlias = tuple[Shape, Shape, str | int]  # of boxes to copy at once: sizes, the tensor's strides, and a name
+CopyKind: TypeAlias = tuple[Shape, Shape, str | int]  # equal for boxes to copy at once: sizes, tensor's strides, a key
 Parts: TypeAlias = dict[int, torch.Tensor | list[torch.Tensor]]  # ranks' boxes: as a part, or as views of memory
 
 # If all ranks receive, and padding all parts to equal size would take more than this many buckets of memory (as with
@@ -30,7 +33,7 @@ SMALL = 2**19
 
 
 @frozen
-class Run:
+class BoxRun:
     """Boxes [*sizes] of one rank, at equal distances in its part and in the bucket; most often a single one."""
 
     pieces: list[int]  # their positions among the rank's boxes
@@ -65,7 +68,7 @@ class Run:
 class BucketLayout:
     """How one bucket is gathered; equal on all ranks except for `own`."""
 
-    runs: list[list[Run]]  # by rank
+    runs: list[list[BoxRun]]  # by rank
     lengths: list[int]  # elements of each rank's part
     own: list[int]  # this rank's boxes, as positions in the chunks that the plan was built from
 
@@ -102,8 +105,8 @@ class GatherPlan:
         # A rank with faulty chunks reports them instead of raising alone, since the others would wait for it.
         copies = sorted({chunk.name for chunk in chunks if chunk.replica})
         mine = (_fault(chunks), _whole(boxes), copies, [boxes[position] for position in own])
-        rank = 0 if group is None else dist.get_rank(group)
-        faults, wholes, copied, boxes_of = zip(*([mine] if group is None else gather_plain(mine, group)), strict=True)
+        rank, ranks = (0, [mine]) if group is None else (dist.get_rank(group), all_gather_json(mine, group))
+        faults, wholes, copied, boxes_of = zip(*ranks, strict=True)
         for other, fault in enumerate(faults):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
@@ -130,6 +133,7 @@ class GatherPlan:
         chunks: Sequence[Chunk],
         root: int | None,
         dtype: torch.dtype,
+        device: torch.device,  # of the parts that travel, wherever the chunks are; unless `out` has another
     ) -> torch.Tensor | None:
         """Gather the whole bucket [bucket.numel] in `dtype`, on `root` (a rank of the group; None: on every rank).
 
@@ -137,7 +141,7 @@ class GatherPlan:
         order. Writes to `out` [bucket.numel], if given. Returns None on ranks that do not receive.
         """
         layout = self._layouts.get(bucket) or self._layouts.setdefault(bucket, self._layout(bucket))
-        device = out.device if out is not None else chunks[0].view.device if chunks else torch.device("cpu")
+        device = device if out is None else out.device
         if root is not None and root != self._rank:
             out = None
         elif out is None:
@@ -171,7 +175,7 @@ class GatherPlan:
         self._kept = {use: kept for use, kept in self._kept.items() if kept.device.type == "cpu"}
 
     def _layout(self, bucket: Bucket) -> BucketLayout:
-        found: list[list[tuple[Kind, tuple[int, int]]]] = [[] for _ in self._boxes]
+        found: list[list[tuple[CopyKind, tuple[int, int]]]] = [[] for _ in self._boxes]
         lengths = [0] * len(self._boxes)
         own: list[int] = []
         for entry in bucket.entries:
@@ -179,7 +183,7 @@ class GatherPlan:
             for rank, index in self._by_name[entry.name]:
                 offsets, sizes = self._boxes[rank][index][2]
                 at = entry.start + sum(map(operator.mul, offsets, strides))
-                kind = (sizes, strides, name if math.prod(sizes) <= SMALL else len(found[rank]))
+                kind = (sizes, strides, name if math.prod(sizes) <= SMALL else len(found[rank]))  # a number: alone
                 found[rank].append((kind, (lengths[rank], at)))
                 lengths[rank] += math.prod(sizes)
                 if rank == self._rank:
@@ -244,8 +248,7 @@ class GatherPlan:
 def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
     """The first rank of each tensor's pipeline stage. `held` are the tensors of which each rank has any part or copy;
     ranks that have one, directly or through other ranks, form a stage. The first stage is sent by rank 0, whatever
-    that holds. Pipeline stages with tied embeddings have that tensor, and count as one stage.
-    """
+    that holds. Pipeline stages with tied embeddings have that tensor, and count as one stage."""
     stages: list[tuple[int, set[str]]] = []
     for rank, names in enumerate(held):
         same = [stage for stage in stages if not stage[1].isdisjoint(names)]
@@ -255,13 +258,13 @@ def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
     return {name: 0 if first == very_first else first for first, names in stages for name in names}
 
 
-def _runs(boxes: Sequence[tuple[Kind, tuple[int, int]]]) -> list[Run]:
+def _runs(boxes: Sequence[tuple[CopyKind, tuple[int, int]]]) -> list[BoxRun]:
     """One rank's boxes, each with its starts in the part and in the bucket, as runs."""
     runs = []
     for pieces in runs_of(boxes):
         (sizes, strides, _), (start, at) = boxes[pieces[0]]
         next_start, next_at = boxes[pieces[min(1, len(pieces) - 1)]][1]
-        runs.append(Run(pieces, sizes, start, next_start - start, at, next_at - at, strides))
+        runs.append(BoxRun(pieces, sizes, start, next_start - start, at, next_at - at, strides))
     return runs
 
 
@@ -331,7 +334,7 @@ def _checked_shapes(by_rank: list[list[NamedBox]]) -> list[tuple[str, Shape]]:
     return list(shapes.items())
 
 
-def gather_plain(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_json(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The data of all ranks of `group` (None: of the default one), in their order. Called on every rank, with what JSON
     can hold; tuples arrive as lists. (torch's own way unpickles whatever another rank sends.)"""
     member = group if group is not None else dist.distributed_c10d._get_default_group()

@@ -38,33 +38,33 @@ def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()
 
 
 def as_sent(
-    name: str, shape: tuple[int, ...], dtype: str, left_out: Sequence[str] | None = ()
+    name: str, shape: tuple[int, ...], dtype: str, left_out: Sequence[str] = ()
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """(name, shape, dtype) of each tensor sent for this HF tensor: FP8 values and scales, or itself in `dtype`."""
-    if left_out is None or not is_quantized(name, shape, left_out):
+    if not is_quantized(name, shape, left_out):
         return [(name, shape, dtype)]
     rows, columns = shape
     return [(name, shape, "float8_e4m3fn"), (name + SCALE, (-(-rows // BLOCK), -(-columns // BLOCK)), "float32")]
 
 
-def quantized(
-    manifest: Manifest, left_out: Sequence[str] | None = (), *, precise: Mapping[str, str] = NOTHING
+def converted_manifest(
+    manifest: Manifest, left_out: Sequence[str] = (), *, fp8: bool = True, dtypes: Mapping[str, str] = NOTHING
 ) -> Manifest:
-    """The manifest of the tensors as sent: the same buckets, in bytes, each tensor with its own dtype. If `left_out` is
-    None, none is quantized; `precise` tensors (name -> dtype) keep a dtype of their own."""
+    """The manifest of the tensors as sent: the same buckets, in bytes, each tensor with its own dtype. With `fp8`,
+    those that `is_quantized` names are; `dtypes` (name -> dtype) are of tensors that the manifest's would round."""
     buckets = []
     for bucket in manifest.buckets:
         entries: list[Entry] = []
         for entry in bucket.entries:
-            dtype = precise.get(entry.name, manifest.dtype)
-            for name, shape, own in as_sent(entry.name, entry.shape, dtype, left_out):
+            plain = (entry.name, entry.shape, dtypes.get(entry.name, manifest.dtype))
+            for name, shape, own in as_sent(*plain, left_out) if fp8 else [plain]:
                 end = entries[-1].start + entries[-1].length if entries else 0
                 entries.append(Entry(name, shape, -(-end // ALIGNMENT) * ALIGNMENT, own))
         buckets.append(Bucket(bucket.index, tuple(entries), bucket.stage_rank))
     return Manifest("uint8", tuple(buckets))
 
 
-def quantize(
+def convert_bucket(
     bucket: Bucket,
     flat: torch.Tensor,
     sent: Bucket,

@@ -173,7 +173,7 @@ class Group:
         return Future(self, self.ready, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
 
     plan_steps: Any = TrainGroup.plan_steps
-    _require_trained: Any = TrainGroup._require_trained
+    _require_not_frozen: Any = TrainGroup._require_not_frozen
 
     def train(self, batch: StoredBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)

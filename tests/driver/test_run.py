@@ -156,13 +156,13 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     samples = batch().with_columns(advantages=np.ones(5, np.float32))
     trained_on = TrainBatch(samples=samples, metrics={"correction/mean": 0.75})
     run.actor.next_optimizer_step = 30
-    run.step_done(scored(), trained_on, {"actor": [result] * 6})
+    run.report_step(scored(), trained_on, {"actor": [result] * 6})
     (event,) = ears.steps
     assert event.step == 4
     assert (event.metrics["train/lr"], event.metrics["time/rollout"]) == (0.0, 1.0)
     assert event.metrics["correction/mean"] == 0.75
     run.actor.next_optimizer_step = 1
-    run.step_done(scored(), trained_on, {"actor": [result]})
+    run.report_step(scored(), trained_on, {"actor": [result]})
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
@@ -236,7 +236,7 @@ def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:
     assert list(run.optimize(trained_on)) == ["actor"]
     assert teacher.passes == [((Output.LOGPROBS,), "", False)] and teacher.log == []
     for _ in range(3):
-        run.step_done(evolve(scored(), rewards=np.array([0.25, 0.25], np.float32)), None, {})
+        run.report_step(evolve(scored(), rewards=np.array([0.25, 0.25], np.float32)), None, {})
     assert told(ears) == []
 
 
@@ -268,7 +268,7 @@ def test_saved_batches_are_not_postprocessed(
 ) -> None:
     plan = plan_of(make_config(**table), tmp_path)
     plan = evolve(plan, rollout=evolve(plan.rollout, postprocess=halve))
-    batches = make_run(make_config(), plan=plan, source=Two()).batches()
+    batches = make_run(make_config(), plan=plan, source=Two()).rollouts()
     for step in range(2):
         batch, _ = next(batches)
         assert (batch.step, batch.rewards.tolist()) == (step, [0.5, 0.0])
@@ -285,7 +285,7 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
     run = make_run(make_config(), actor=actor, engines=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
     engines.die()
-    ((batch, _),) = run.batches()
+    ((batch, _),) = run.rollouts()
     columns = batch.rollout.batch.columns
     assert set(columns["versions"][columns["loss_mask"]]) == {1}
     assert actor.log == ["send 0", "send 1"]
@@ -315,10 +315,10 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     fleet.log.clear()
-    run.update_engines()
+    run.push_weights_and_sleep()
     assert fleet.log == []
     fleet.any_dead = True
-    run.update_engines()
+    run.push_weights_and_sleep()
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
@@ -565,13 +565,16 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     monkeypatch.setattr(ReferencePolicy, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
-    engines = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))
+    engines = SimpleNamespace(
+        new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)),
+        mark_current=lambda: done.append(("current", run.progress.steps_done)),
+    )
     run = make_run(make_config(**every), groups=asking, checkpoints=Files(-1), source=Source(), engines=engines)
     for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
         run.progress.steps_done = step
         run.between_steps()
     assert len(asking.saved) == 2
-    after = {0: [], 1: ["rendezvous", "push"], 2: ["snapshots", "rendezvous", "push"]}[len(changed)]
+    after = {0: [], 1: ["rendezvous", "push"], 2: ["snapshots", "current", "rendezvous", "push"]}[len(changed)]
     assert done == [(what, step if what != "snapshots" else True) for step in (2, 4) for what in after]
     asking.stop = Stop(True)
     run = make_run(make_config(run={"steps": 9}), groups=asking, rollout_step=3)

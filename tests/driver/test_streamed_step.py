@@ -16,7 +16,7 @@ def test_samples_that_came_in_another_order_keep_their_pictures() -> None:
     rows: list[Row] = [[(10 + 2 * place, name), (40, "")] for place, name in enumerate(shown)]
     whole = batch_of(rows)
     nothing: Any = None
-    step = StreamedStep(step=0, trained=None, with_logprobs=seen, with_advantages=nothing, progress=Mock())
+    step = StreamedStep(step=0, trained=None, with_passes=seen, with_advantages=nothing, progress=Mock())
     for prompts in ([3], [1, 2], [0]):
         part = batch_of([rows[prompt] for prompt in prompts]).with_row_columns(group=np.arange(len(prompts)))
         step.add(Arrived(prompts=np.array(prompts), of=4, batch=part, rewards=np.zeros(len(prompts), np.float32)))

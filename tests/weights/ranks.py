@@ -15,6 +15,8 @@ from corerl.weights.chunks import Chunk
 from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import build_manifest
 
+CPU = torch.device("cpu")
+
 
 def tensors() -> dict[str, torch.Tensor]:
     """The whole model, equal in every process."""
@@ -155,7 +157,7 @@ def gathered(
     with Largest() as watch:
         for _ in range(2):  # the second time with the layouts that the first one made
             for bucket in manifest.buckets:
-                out = plan.gather(bucket, None, chunks=chunks, root=root, dtype=getattr(torch, dtype))
+                out = plan.gather(bucket, None, chunks=chunks, root=root, dtype=getattr(torch, dtype), device=CPU)
                 if out is None:
                     continue
                 received += 1
@@ -180,7 +182,7 @@ def sent_of_copies(rank: int) -> list[str]:
     plan = GatherPlan.build(chunks, dist.group.WORLD)
     (bucket,) = build_manifest(plan.shapes, dtype="float32", bucket_bytes=1 << 20).buckets
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        plan.gather(bucket, None, chunks=chunks, root=1, dtype=torch.float32)
+        plan.gather(bucket, None, chunks=chunks, root=1, dtype=torch.float32, device=CPU)
     return [event.key for event in seen.key_averages() if "c10d" in event.key or "gloo" in event.key]
 
 

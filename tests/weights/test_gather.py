@@ -11,6 +11,7 @@ from corerl.weights.gather import GatherPlan, first_of_stages
 from corerl.weights.manifest import build_manifest
 from corerl_testing.pool import RankPool
 from tests.weights import ranks
+from tests.weights.ranks import CPU
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_experts_of_one_weight_are_copied_at_once(monkeypatch: pytest.MonkeyPatc
     plan = GatherPlan.build(chunks, None)
     (bucket,) = build_manifest(plan.shapes, dtype="float32", bucket_bytes=1 << 20).buckets
     with ranks.Largest() as seen:
-        out = plan.gather(bucket, chunks=chunks, root=None, dtype=torch.float32)
+        out = plan.gather(bucket, chunks=chunks, root=None, dtype=torch.float32, device=CPU)
     assert out is not None
     assert all(torch.equal(view, whole[name]) for name, view in bucket.views(out).items())
     assert seen.copies == copies
@@ -131,7 +132,7 @@ def test_a_single_process_gathers_without_torch_distributed() -> None:
     (bucket,) = build_manifest(plan.shapes, dtype="bfloat16", bucket_bytes=1000).buckets
     out = torch.empty(25, dtype=torch.bfloat16)
     for root in (0, None):
-        got = plan.gather(bucket, out.zero_(), chunks=chunks, root=root, dtype=torch.bfloat16)
+        got = plan.gather(bucket, out.zero_(), chunks=chunks, root=root, dtype=torch.bfloat16, device=CPU)
         assert got is out
         assert torch.equal(out, torch.cat([whole.reshape(-1), torch.tensor([3.0])]).to(torch.bfloat16))
 
@@ -142,7 +143,7 @@ def test_fresh_chunks_of_the_same_boxes_are_what_is_sent() -> None:
 
     plan = GatherPlan.build(chunks(1.0), None)
     (bucket,) = build_manifest(plan.shapes, dtype="float32", bucket_bytes=1000).buckets
-    got = plan.gather(bucket, chunks=chunks(2.0), root=None, dtype=torch.float32)
+    got = plan.gather(bucket, chunks=chunks(2.0), root=None, dtype=torch.float32, device=CPU)
     assert got is not None and got.tolist() == [2.0, 2.0, 2.0]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from corerl.weights import quantize as module
 from corerl.weights.manifest import build_manifest
-from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks
+from corerl.weights.quantize import convert_bucket, converted_manifest, is_quantized, to_blocks
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("model.embed_tokens.weight", (9, 130)),
@@ -90,7 +90,7 @@ def test_the_matrices_of_layers_are_quantized(name: str, shape: tuple[int, ...],
 
 
 def test_the_quantized_manifest_has_aligned_tensors_with_dtypes() -> None:
-    sent = quantized(MANIFEST)
+    sent = converted_manifest(MANIFEST)
     assert sent.dtype == "uint8" and len(sent.buckets) == len(MANIFEST.buckets) == 3
     shapes = dict(SHAPES)
     scales = {"model.layers.0.mlp.up_proj.weight": (2, 2), "model.layers.0.self_attn.o_proj.weight": (1, 2)}
@@ -103,16 +103,16 @@ def test_the_quantized_manifest_has_aligned_tensors_with_dtypes() -> None:
     large = sum(np.prod(shapes[name]) for name in FP8)
     rest = 2 * sum(int(np.prod(shape)) for name, shape in SHAPES if name not in FP8)
     assert sum(bucket.numel for bucket in sent.buckets) < large + rest + 4 * 6 + 16 * len(dtypes)
-    assert quantized(MANIFEST, ["o_proj"]).digest != sent.digest
+    assert converted_manifest(MANIFEST, ["o_proj"]).digest != sent.digest
 
 
 def test_quantized_buckets_are_the_same_whatever_lay_there_before() -> None:
     held: dict[str, torch.Tensor] = {}
-    for bucket, as_sent in zip(MANIFEST.buckets, quantized(MANIFEST).buckets, strict=True):
+    for bucket, as_sent in zip(MANIFEST.buckets, converted_manifest(MANIFEST).buckets, strict=True):
         flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
         out, other = (torch.full((as_sent.numel,), before, dtype=torch.uint8) for before in (0, 255))
         for room in (out, other):
-            quantize(bucket, flat, as_sent, room)
+            convert_bucket(bucket, flat, as_sent, room)
         assert torch.equal(out, other)  # the gaps between tensors too, which checksums cover
         held |= as_sent.views(out)
     for name, weight in WEIGHTS.items():
@@ -128,16 +128,16 @@ def test_precise_tensors_keep_their_dtype() -> None:
     name = "model.layers.0.norm.weight"
     exact = torch.linspace(1, 2, 130)
     assert not torch.equal(exact, exact.bfloat16().float())
-    for left_out in (None, ()):
-        sent = quantized(MANIFEST, left_out, precise={name: "float32"})
+    for fp8 in (False, True):
+        sent = converted_manifest(MANIFEST, fp8=fp8, dtypes={name: "float32"})
         dtypes = {entry.name: entry.dtype for bucket in sent.buckets for entry in bucket.entries}
         assert dtypes[name] == "float32" and dtypes["lm_head.weight"] == "bfloat16"
-        assert ("float8_e4m3fn" in dtypes.values()) is (left_out is not None)
+        assert ("float8_e4m3fn" in dtypes.values()) is fp8
         (number,) = (bucket.index for bucket in MANIFEST.buckets if name in {entry.name for entry in bucket.entries})
         bucket, as_sent = MANIFEST.buckets[number], sent.buckets[number]
         flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
         out = torch.empty(as_sent.numel, dtype=torch.uint8)
-        quantize(bucket, flat, as_sent, out, {name: exact})
+        convert_bucket(bucket, flat, as_sent, out, {name: exact})
         views = as_sent.views(out)
         assert torch.equal(views[name], exact)
         assert torch.equal(views["model.embed_tokens.weight"], WEIGHTS["model.embed_tokens.weight"])

@@ -41,14 +41,14 @@ from corerl.weights import (
     adapters_of,
     bit_sums,
     build_manifest,
+    converted_manifest,
     is_adapter,
     is_quantized,
-    quantized,
 )
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.start import start_engine
-from corerl_testing import BLOCK, open_sender, quantize, to_blocks
+from corerl_testing import BLOCK, convert_bucket, open_sender, to_blocks
 
 OUT = Path(os.environ.get("OUT", ".")).absolute()
 # As SGLang sets them in its processes: both sides of a group must agree.
@@ -238,7 +238,7 @@ def push(
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=256 * 2**20)
-    stream = quantized(manifest, weights.unquantized) if weights.quantize == "fp8" else manifest
+    stream = converted_manifest(manifest, weights.unquantized) if weights.quantize == "fp8" else manifest
     started = time.perf_counter()
     errors: list[str] = []
     receiving = threading.Thread(target=lambda: errors.append(served.receive(stream, version, address).error))
@@ -253,7 +253,7 @@ def push(
             flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
             if stream is not manifest:
                 plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8, device=flat.device)
-                quantize(bucket, plain, as_sent, flat)
+                convert_bucket(bucket, plain, as_sent, flat)
             sender.send(as_sent, flat.cuda() if transport == "ipc" else flat)
         told.update(sender.finish())
         return sender

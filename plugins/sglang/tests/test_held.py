@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from corerl.errors import EngineFailed
-from corerl.weights import FP8, Manifest, bit_sums, build_manifest, quantized
+from corerl.weights import FP8, Manifest, bit_sums, build_manifest, converted_manifest
 from corerl_sglang.held import Held, whole_sums
-from corerl_testing import quantize
+from corerl_testing import convert_bucket
 
 HIDDEN, HEAD, HEADS, KV, FFN, EXPERTS, VOCAB = 8, 4, 4, 2, 12, 3, 10
 SHAPES = {
@@ -273,9 +273,9 @@ def send_in_blocks(ranks: list[Held], seed: int) -> dict[str, torch.Tensor]:
         name: torch.randn(shape, generator=torch.Generator().manual_seed(seed + number)).bfloat16()
         for number, (name, shape) in enumerate(IN_BLOCKS.shapes.items())
     }
-    (plain,), (bucket,) = IN_BLOCKS.buckets, quantized(IN_BLOCKS).buckets
+    (plain,), (bucket,) = IN_BLOCKS.buckets, converted_manifest(IN_BLOCKS).buckets
     room = torch.zeros(32 + bucket.numel, dtype=torch.uint8)
-    quantize(plain, torch.cat([tensor.flatten() for tensor in tensors.values()]), bucket, room[32:])
+    convert_bucket(plain, torch.cat([tensor.flatten() for tensor in tensors.values()]), bucket, room[32:])
     with torch.inference_mode():
         for held in ranks:
             held.load(bucket, room[32:])

@@ -23,8 +23,8 @@ from corerl.engines import (
 )
 from corerl.errors import EngineFailed
 from corerl.ops import hash_keys
-from corerl.weights import bit_sums, build_manifest, quantized
-from corerl_testing import character_tokenizer, drawn_model, quantize, smallest_config, until_stop
+from corerl.weights import bit_sums, build_manifest, converted_manifest
+from corerl_testing import character_tokenizer, convert_bucket, drawn_model, smallest_config, until_stop
 from corerl_transformers.engine import TransformersEngine, keep_likeliest
 from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import (
@@ -303,11 +303,11 @@ def test_sums_of_fused_and_wider_weights_equal_those_sent(tmp_path: Path, dtype:
 def test_sums_are_taken_in_each_tensors_own_dtype(tmp_path: Path) -> None:
     sent = {name: tensor.bfloat16() for name, tensor in hf_tensors(random_model(TIED, seed=1), tmp_path / "hf").items()}
     manifest = build_manifest([(name, tuple(tensor.shape)) for name, tensor in sent.items()], dtype="bfloat16")
-    own = quantized(manifest, None, precise={"model.norm.weight": "float32"})
+    own = converted_manifest(manifest, fp8=False, dtypes={"model.norm.weight": "float32"})
     (bucket,), (as_sent,) = manifest.buckets, own.buckets
     exact = torch.rand(sent["model.norm.weight"].shape)
     flat, out = torch.cat([tensor.flatten() for tensor in sent.values()]), torch.empty(as_sent.numel, dtype=torch.uint8)
-    quantize(bucket, flat, as_sent, out, {"model.norm.weight": exact})
+    convert_bucket(bucket, flat, as_sent, out, {"model.norm.weight": exact})
     served = engine(TIED)
     served._load(as_sent, out)
     wanted = {name: int(tensor.view(torch.int16).long().sum()) for name, tensor in sent.items()}

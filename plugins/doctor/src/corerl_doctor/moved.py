@@ -48,6 +48,18 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl_testing:exact_share": "corerl_testing: exact_fraction",
         "corerl.driver:Groups": "corerl.driver: RunGroups",
         "`TrainGroup.plan`": "`TrainGroup.role_plan`",
+        "the argument `plan` of `TrainGroup.launch` and `TrainGroup.restart`": "`role_plan`",
+        "the methods `batches`, `step_done` and `update_engines` of a `Run`": (
+            "`rollouts`, `report_step` and `push_weights_and_sleep`"
+        ),
+        "`Run.with_logprobs`, and of a `StreamedStep`": "`with_passes`",
+        "setting `Engines.changes_sent`": "`Engines.mark_outdated()` and `Engines.mark_current()`",
+        "corerl.weights:gather_plain": "corerl.weights: all_gather_json",
+        "corerl.weights:quantized": (
+            "corerl.weights: converted_manifest(manifest, left_out, fp8=True, dtypes=...), where `fp8=False` was "
+            "`left_out=None`, and `dtypes` was `precise`"
+        ),
+        "corerl_testing:quantize": "corerl_testing: convert_bucket",
         "`TrainGroup.dp_size`": "`group.layouts[0].dp_size`",
         "`version` of an `UpdateResult` and of `Received`": "not needed: whoever asks for the update knows it",
         "`first_step` of an `Objective`": "`trained_from`",

@@ -28,7 +28,7 @@ from corerl.config import RoleConfig
 from corerl.errors import ModelError, PluginError
 from corerl.messages import listed, one_line
 from corerl.models import VALUE_HEAD_WEIGHT, architecture_of, meta_model, reads_pictures, shapes_of, stored_buffers
-from corerl.weights import gather_plain
+from corerl.weights import all_gather_json
 from corerl_megatron.boxes import Traced, trace
 from corerl_megatron.chunks import Held, Piece, vocabulary_pieces
 from corerl_megatron.families import BRIDGE_INSTALL, NO_SOFTMAX
@@ -255,7 +255,7 @@ class Bridged:
     def _agree(self, found: Sequence[_Found], faults: Sequence[str]) -> None:
         """Raise the first fault of any rank on every rank, or ModelError if no rank holds a tensor of the model."""
         names = sorted({piece.name for each in found for piece in each.pieces})
-        ranks = gather_plain([list(faults[:1]), names])
+        ranks = all_gather_json([list(faults[:1]), names])
         for fault, _ in ranks:
             if fault:
                 raise ModelError(fault[0])
@@ -323,7 +323,7 @@ def _split(found: Sequence[_Found], group: torch.distributed.ProcessGroup) -> di
     """For each tensor, by identity: the dim in which the ranks of a tensor-parallel group split it, or None if each has
     the whole; and whether an earlier rank has the same boxes."""
     boxes = [[[piece.name, list(piece.offsets), list(piece.sizes)] for piece in each.pieces] for each in found]
-    ranks = gather_plain(boxes, group) if group.size() > 1 else [boxes]
+    ranks = all_gather_json(boxes, group) if group.size() > 1 else [boxes]
     rank, split = group.rank(), {}
     for index, each in enumerate(found):
         held = [boxes[index] for boxes in ranks]

@@ -27,7 +27,7 @@ from corerl.config import LoraConfig, RoleConfig
 from corerl.errors import Unsupported
 from corerl.messages import listed
 from corerl.models import VALUE_HEAD_WEIGHT, hf_config, meta_model, targets_in
-from corerl.weights import adapters_of, gather_plain
+from corerl.weights import adapters_of, all_gather_json
 from corerl_megatron.chunks import Held, Piece
 from corerl_megatron.model import PackedModel
 from corerl_megatron.parallel import Groups
@@ -122,7 +122,7 @@ def put_adapters(
             found += _put(layer, part, lora, targets, groups, sequence_parallel=module.config.sequence_parallel)
             done |= {piece.name for piece in part.pieces}
         _keep_graph(module)
-    anywhere = {name for names in gather_plain(sorted(done)) for name in names}
+    anywhere = {name for names in all_gather_json(sorted(done)) for name in names}
     if missed := sorted(set(targets) - anywhere):
         raise Unsupported(
             f"this backend cannot give {listed(missed, SHOWN)} adapters: they are no layers by themselves in "

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from corerl.errors import SaveFailed
 from corerl.types import Step
-from corerl.weights import gather_plain
+from corerl.weights import all_gather_json
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.build import Model
 
@@ -68,7 +68,7 @@ def failing_together() -> Iterator[None]:
         yield
     except SaveFailed as error:
         failure = error
-    reasons = gather_plain("" if failure is None else failure.message)
+    reasons = all_gather_json("" if failure is None else failure.message)
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from corerl.trainer.worker import Worker as Worker
     from corerl.weights.checksums import difference as difference
     from corerl.weights.quantize import BLOCK as BLOCK
-    from corerl.weights.quantize import quantize as quantize
+    from corerl.weights.quantize import convert_bucket as convert_bucket
     from corerl.weights.quantize import to_blocks as to_blocks
     from corerl.weights.transport import GuardedSender as GuardedSender
     from corerl_testing.allocations import Allocations as Allocations

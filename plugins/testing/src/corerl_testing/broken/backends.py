@@ -498,7 +498,7 @@ class SendsOnce(PlainBackend):
 
 
 class RoundsBuffers(PlainBackend):
-    def _precise_buffers(self, gathered: Manifest) -> dict[str, str]:
+    def _precise_dtypes(self, gathered: Manifest) -> dict[str, str]:
         return {}
 
 
