@@ -25,6 +25,13 @@ def test_openais_older_fields_are_read_as_content_and_tools() -> None:
     assert read_message(result) == {**result, "role": "tool"}
 
 
+def test_a_picture_is_no_part_of_a_message_to_a_model_of_text() -> None:
+    parts = [{"type": "text", "text": "What?"}, {"type": "image"}]
+    assert read_message({"role": "user", "content": parts}, pictures=True)["content"] == parts
+    with pytest.raises(ValueError, match="the model reads only text parts"):
+        read_message({"role": "user", "content": parts})
+
+
 def test_a_system_message_is_for_chats_only(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", json.dumps({"prompt": [USER]}), '{"prompt": "5+6?"}')
     source = load(path, system="Be brief.")

@@ -36,6 +36,7 @@ rollout.prompts=7 train.mini_batches=2                    | rollout.prompts     
 rollout.prompts=1048576 rollout.samples=9                 | rollout.prompts            | samples per step
 rollout.prompts=7 rollout.samples=3 roles.actor.ranks=2 backend.name=fsdp | rollout.prompts | evenly over
 rollout.samples=1                                         | rollout.samples            | at least 2
+train.share_prefixes=true train.layout=whole              | train.share_prefixes       | padded rows
 rollout.max_tokens=200 rollout.context_length=100         | rollout.max_tokens         | no room for a prompt
 rollout.stop=["x"] data.held_out=0                        | rollout.stop               | 'x'
 rollout.engine=fakee                                      | rollout.engine             | unknown engine

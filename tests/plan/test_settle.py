@@ -9,7 +9,7 @@ from attrs import evolve
 from corerl.messages import install_hint
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from tests.driver.saved import CRITIC, config_in
+from tests.driver.saved import CRITIC, TEACHER, config_in
 
 pytestmark = pytest.mark.usefixtures("only_listed")
 
@@ -40,6 +40,11 @@ def test_on_gpus_nothing_is_recomputed_unless_an_extension_chooses(tmp_path: Pat
     asked = on_gpus(tmp_path, train={"recompute": "none"})
     cannot = on_gpus(tmp_path, backend="plain")
     assert asked.notices == plan.notices[:1] and cannot.notices[-1].endswith("'auto' is 'none' for the actor")
+
+
+def test_a_role_that_is_only_passed_shares_the_table_of_training(tmp_path: Path) -> None:
+    plan = on_gpus(tmp_path, train={"recompute": "full"}, **TEACHER)
+    assert plan.processes.roles["actor"].train.recompute == "full" and "train" not in plan.record["roles"]["teacher"]
 
 
 def test_a_role_without_bfloat16_gets_its_own_settings(tmp_path: Path) -> None:
