@@ -123,8 +123,8 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         *,
         held: Collection[Bundle] = (),
     ) -> dict[int, Bundle]:
-        """Number in the placement -> bundle: those that are `at` some numbers, and free ones at the others, but for
-        those that are `held`; more are reserved if there are too few. Raises as `arrange`."""
+        """Number in the placement -> bundle. `at` gives some of them; the other numbers get free bundles, none of
+        `held`, and more are reserved if there are too few. Raises as `arrange`."""
         vacant = [index for index in range(placement.bundles) if index not in at]
         free = [bundle for bundle in self._bundles if bundle not in held and not bundle.lost]
         if (missing := len(vacant) - len(free)) > 0:

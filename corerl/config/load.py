@@ -173,10 +173,12 @@ def _elsewhere(problem: Problem) -> str:
     is_table = problem.text.startswith("unknown key") and key in class_fields(Config)
     if not problem.unknown and not is_table:
         return ""
-    found = [key] if is_table else deeper(Config, key)
-    text = f"; there is {' and '.join(found[:2])}" if found else ""
+    text = ""
     if is_table:
-        text += f", but below a line such as [{problem.keys[0]}] keys belong to that table"
+        above = ".".join(part for part in problem.keys[:-1] if isinstance(part, str))
+        text = f"{' ' if problem.text.endswith('?') else '; '}{key} is a table of its own, outside of {above}"
+    elif found := deeper(Config, key):
+        text = f"; there is {' and '.join(found[:2])}"
     if len(problem.keys) == 2:
         for table, noun in PLUGINS.get(str(problem.keys[0]), {}).items():
             text += f"; what only one {noun} knows is in a table of its own, {table}.NAME"

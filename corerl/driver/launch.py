@@ -21,7 +21,7 @@ from corerl.driver.roles import ReferencePolicy, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Evaluations, Sampling, start_rewards
-from corerl.errors import SaveFailed, WorkerDied
+from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.messages import one_line
 from corerl.observability.jsonl import NoticeFile
@@ -62,6 +62,8 @@ def launch(plan: Plan, *, began: float | None = None) -> Iterator[Run]:
                     yield run
                 _close(run)
         except BaseException as error:
+            if isinstance(error, CheckpointDamaged) and start.resume is not None:
+                error.add_note(f"to resume from the checkpoint before it, remove {start.resume}")
             _end_observers(progress, str(start.run_dir), error)
             raise
         observers.shutdown("finished")

@@ -188,7 +188,7 @@ class StepNotices:
         """That several steps in a row taught nothing, as nearly all groups had advantages of 0 alone; once."""
         _, group_of = np.unique(samples.peers, return_inverse=True)
         teach = np.bincount(group_of[samples.row_of], weights=samples.columns["advantages"] != 0) > 0
-        if self._zero < STEPS:
+        if len(teach) and self._zero < STEPS:
             zero = int((~teach).sum())
             self._zero = self._zero + 1 if zero >= NEARLY_ALL * len(teach) else 0
             if self._zero == STEPS:

@@ -59,7 +59,7 @@ class Plan:
         return 0 if self.run.mode == "rollout-only" else int(self.start.state.get("rollout_step", 0))
 
     def started_by(self, forks: Forks | None) -> Plan:
-        """The same, of ranks and engines that start so."""
+        """A copy whose ranks and engines are started by `forks`."""
         placement = evolve(self.processes.placement, forks=forks)
         return evolve(self, processes=evolve(self.processes, placement=placement))
 

@@ -210,7 +210,7 @@ def load_implementation(kind: Kind, loaded: Loaded, value: str = "", *, base: ty
     code = value or loaded.spec.implementation
     found = _imported(f"{kind.noun} {loaded}", code, loaded.distribution)
     if base is not None and not (isinstance(found, type) and issubclass(found, base)):
-        wanted = f"{base.__module__}.{base.__name__}"
+        wanted = ".".join([*base.__module__.split(".")[:2], base.__name__])  # where it is public
         raise PluginBroken(f"{kind.noun} {loaded}: {code} is {found!r}, wanted a subclass of {wanted}")
     if lacks := sorted(getattr(found, "__abstractmethods__", ())):
         raise PluginBroken(f"{kind.noun} {loaded}: {code} must implement {', '.join(lacks)}; {CHANGES}")

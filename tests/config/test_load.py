@@ -119,8 +119,8 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         (
             "[checkpoint]\nbackend.name = 'x'",
             (
-                "checkpoint.backend: unknown key; did you mean 'background'?; there is backend, but below a line such "
-                "as [checkpoint] keys belong to that table"
+                "checkpoint.backend: unknown key; did you mean 'background'? backend is a table of its own, outside of "
+                "checkpoint"
             ),
         ),
         ("[train]\nminibatches = 2", "train.minibatches: unknown key; did you mean 'mini_batches'?"),
@@ -221,8 +221,8 @@ def test_an_unknown_key_is_answered_with_its_place_elsewhere(tmp_path: Path) -> 
             "one sampler knows is in a table of its own, samplers.NAME"
         ),
         "model.lora": (
-            "there is lora, but below a line such as [model] keys belong to that table; what only one reader of "
-            "pictures knows is in a table of its own, pictures.NAME"
+            "lora is a table of its own, outside of model; what only one reader of pictures knows is in a table of its "
+            "own, pictures.NAME"
         ),
         "data.zzz": "",
     }

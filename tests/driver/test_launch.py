@@ -43,8 +43,11 @@ def test_a_run_does_not_start_from_tensors_that_have_changed(tmp_path: Path) -> 
     execute_here(small(tmp_path, *given))
     saved = tmp_path / "run/checkpoints/step-00000001/actor/rank-00000.safetensors"
     flip(saved, "exp_avg/model.norm.weight@0")
-    with pytest.raises(CheckpointDamaged, match=f"{saved}: 'exp_avg' of 'model.norm.weight' is not what was saved"):
+    found = f"{saved}: 'exp_avg' of 'model.norm.weight' is not what was saved"
+    with pytest.raises(CheckpointDamaged, match=found) as raised:
         execute_here(small(tmp_path, *given, "checkpoint.resume=auto", "run.steps=2"))
+    checkpoint = tmp_path / "run/checkpoints/step-00000001"
+    assert raised.value.__notes__ == [f"to resume from the checkpoint before it, remove {checkpoint}"]
 
 
 def test_a_run_without_extensions_prints_and_keeps_its_notices(

@@ -68,9 +68,7 @@ def test_options_are_refused_before_prompts_are_asked(name: str, tmp_path: Path)
 
 
 def test_what_is_no_sampler_is_told_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(
-        PluginBroken, match=r"params is <function .*>, wanted a subclass of corerl.rollout.sampler.Samp"
-    ):
+    with pytest.raises(PluginBroken, match=r"params is <function .*>, wanted a subclass of corerl.rollout.Sampler"):
         make_plan(evolve_rollout(config_in(tmp_path / "run"), sampler=f"{__name__}:WITHOUT_CLASS"))
 
 

@@ -354,7 +354,7 @@ def test_devices_are_balanced_only_for_engines_of_one_device() -> None:
         placement = SimpleNamespace(widths={"engines": width})
         return needed_by_balance(SimpleNamespace(config=config, processes=SimpleNamespace(placement=placement)))  # type: ignore[arg-type]
 
-    assert (needed(1), needed(2)) == ("", "let engines have one each, where these have 2")
+    assert (needed(1), needed(2)) == ("", "give each engine one device, where these have 2")
 
 
 def test_a_run_with_a_scaler_can_be_evaluated(tmp_path: Path) -> None:

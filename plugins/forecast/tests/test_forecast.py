@@ -45,7 +45,7 @@ def test_memory_is_predicted_stage_by_stage(tmp_path: Path) -> None:
     assert parts["actor's weights"] == parts["actor's gradients"] == parts["actor's moments"] // 2 == numbers * 4 // 4
     update = memory.stages["update"].parts
     assert update["the engine's weights"] == numbers * 2
-    assert update["what other ranks send"] == update["buckets"] // 2 * 5 // 4 and "adapters to merge" not in update
+    assert update["memory to gather in"] == update["buckets"] // 2 * 5 // 4 and "adapters to merge" not in update
     assert {stage.parts["processes"] for stage in memory.stages.values()} == {2 * PROCESS}
     first, *others = memory.lines()
     assert first.startswith("predicted memory of a device: train actor ") and "actor's weights 1.9," in first
@@ -61,7 +61,7 @@ def test_an_update_merges_adapters_that_are_gathered_whole_in_float32(tmp_path: 
     adapters = 4 * layer
     parts = forecaster.forecast().stages["update"].parts
     assert parts["adapters to merge"] == 4 * adapters
-    assert parts["what other ranks send"] == (parts["buckets"] // 2 + 4 * adapters) * 3 // 2
+    assert parts["memory to gather in"] == (parts["buckets"] // 2 + 4 * adapters) * 3 // 2
 
 
 def test_what_cannot_fit_is_refused_with_what_would_help(tmp_path: Path) -> None:

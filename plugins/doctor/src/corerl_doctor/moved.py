@@ -49,6 +49,11 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.driver:Groups": "corerl.driver: RunGroups",
         "`TrainGroup.plan`": "`TrainGroup.role_plan`",
         "the argument `plan` of `TrainGroup.launch` and `TrainGroup.restart`": "`role_plan`",
+        "`ResourcePool.arrange(staying=...)` and `replace_lost`": (
+            "`corerl_elastic.slots`: `arranged` and `without_lost`"
+        ),
+        '`"restarted"` as the reason of `shutdown`': "no run restarts by itself from an older checkpoint",
+        "`serve.context_length`": "`rollout.context_length`",
         "the methods `batches`, `step_done` and `update_engines` of a `Run`": (
             "`rollouts`, `report_step` and `push_weights_and_sleep`"
         ),

@@ -133,7 +133,7 @@ def needed_by_balance(plan: PlanReady) -> str:
     if not (config.run.has_engines and config.run.trains and config.cluster.placement == "disaggregated"):
         return "set run.mode='train' and cluster.placement='disaggregated'"
     if (width := placement.widths.get(ENGINES, 1)) > 1:
-        return f"let engines have one each, where these have {width}"
+        return f"give each engine one device, where these have {width}"
     return ""
 
 

@@ -192,7 +192,7 @@ class Forecaster:
             f"{ACTOR}'s {NAMES[PARAM]}": memory.rank.kinds[PARAM],
             "buckets": 2 * bucket,
             "adapters to merge": merged,
-            "what other ranks send": received,
+            "memory to gather in": received,
             "the engine's weights": self._engine,
         }
         found = {name: count for name, count in parts.items() if count}
