@@ -177,7 +177,8 @@ def allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if resource.RLIM_INFINITY != soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(ValueError, OSError):  # above the system's own limit, `fs.nr_open`
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
