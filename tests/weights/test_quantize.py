@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from corerl.engines.lifecycle import Receiving
+from corerl.plugin.transports import open_sender
 from corerl.weights import quantize as module
-from corerl.weights.manifest import build_manifest
+from corerl.weights.checksums import bit_sums
+from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import convert_bucket, converted_manifest, is_quantized, to_blocks
+from corerl.weights.transport import Address, GuardedSender
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("model.embed_tokens.weight", (9, 130)),
@@ -122,6 +129,37 @@ def test_quantized_buckets_are_the_same_whatever_lay_there_before() -> None:
             assert torch.equal(held[f"{name}_scale_inv"], scales)
         else:
             assert torch.equal(held[name], weight)
+
+
+def test_quantized_buckets_travel_and_are_verified_as_sent(tmp_path: Path) -> None:
+    sent = converted_manifest(MANIFEST)
+    address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=20.0)
+    sender, receiver = GuardedSender(open_sender(address), verify=True), Receiving(0)
+    converted: dict[str, torch.Tensor] = {}
+    loaded: dict[str, torch.Tensor] = {}
+
+    def load(bucket: Bucket, flat: torch.Tensor) -> None:
+        loaded.update({name: view.clone() for name, view in bucket.views(flat).items()})
+
+    with ThreadPoolExecutor(1) as engine:
+        receiving = engine.submit(receiver.transfer, sent, 1, address, load=load)
+        sender.open(sent, 1)
+        for bucket, as_sent in zip(MANIFEST.buckets, sent.buckets, strict=True):
+            flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
+            out = torch.empty(as_sent.numel, dtype=torch.uint8)
+            convert_bucket(bucket, flat, as_sent, out)
+            converted |= as_sent.views(out.clone())
+            sender.send(as_sent, out)
+            out.fill_(77)  # as the next bucket, which may be converted into the same memory
+        assert sender.finish() == {}
+        assert receiving.result() == sum(bucket.numel for bucket in sent.buckets)
+    receiver.close()
+    sender.close()
+    assert loaded.keys() == converted.keys()
+    for name, weight in converted.items():
+        assert loaded[name].dtype == weight.dtype
+        assert torch.equal(loaded[name].view(torch.uint8), weight.view(torch.uint8))
+    assert sender.sums == bit_sums(loaded)
 
 
 def test_precise_tensors_keep_their_dtype() -> None:

@@ -53,11 +53,35 @@ def test_a_reward_is_printed_posted_or_the_runs(play: Play, what: str, outcome: 
 def test_a_proxy_of_the_machine_is_not_asked_for_episodes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
     monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
     known = "assert os.environ['NO_PROXY'] == 'example.org,127.0.0.1'"
     code = f"import os, sys, urllib.request as r; r.urlopen(sys.argv[1]).read(); {known}"
     command = command_of([sys.executable, "-Sc", code, "{base_url}/models"])
     (outcome,) = play(command, samples=1, prompts=PROMPTS[:1]).outcomes
     assert isinstance(outcome, Failure) and outcome.kind == "silent"  # it has asked for nothing else
+
+
+@pytest.mark.parametrize(
+    ("had", "found"),
+    [
+        ({}, ("127.0.0.1", "127.0.0.1")),
+        ({"no_proxy": "*"}, ("*", "*")),
+        ({"no_proxy": "*", "NO_PROXY": "a.org"}, ("*", "a.org,127.0.0.1")),
+        ({"no_proxy": "a.org", "NO_PROXY": "b.org"}, ("a.org,127.0.0.1", "b.org,127.0.0.1")),
+        ({"NO_PROXY": "b.org"}, ("b.org,127.0.0.1", "b.org,127.0.0.1")),
+        ({"no_proxy": "", "NO_PROXY": "b.org"}, ("127.0.0.1", "b.org,127.0.0.1")),
+    ],
+)
+def test_hosts_without_a_proxy_stay_without_one(
+    had: dict[str, str], found: tuple[str, str], play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in had.items():
+        monkeypatch.setenv(name, value)
+    code = f"import os; assert (os.environ['no_proxy'], os.environ['NO_PROXY']) == {found}"
+    (outcome,) = play(command_of([sys.executable, "-Sc", code]), samples=1, prompts=PROMPTS[:1]).outcomes
+    assert isinstance(outcome, Failure) and outcome.kind == "silent"  # else it would have died
 
 
 @pytest.mark.parametrize(

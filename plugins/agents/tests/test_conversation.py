@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from attrs import evolve
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -460,3 +461,44 @@ def test_texts_without_a_template_are_exactly_concatenated(scheme: str, follows:
     conversation = answered(renderer, conversation, [*messages, {"role": "user", "content": follows}], said)
     assert ours.decode(conversation.tokens, skip_special_tokens=True) == f"def{follows}f"
     assert conversation.tokens.tolist().count(20) == 1 and 2 not in conversation.tokens
+
+
+def byte_level() -> PreTrainedTokenizerBase:
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("ours", "said", "cuts", "text"),
+    [
+        (byte_level(), "n\u00e9\u20ac!", (2, 4, 5), "n\u00e9\u20ac!"),
+        (byte_level(), "a\u00e9.b\u00e9.c", (2, 6), "a\u00e9.b\u00e9"),  # the last piece is cut at its stop text
+        (metaspace("first"), "abc def a", (3, 7), "abc def a"),
+        (metaspace("first"), "abc def.c", (3,), "abc def"),
+    ],
+)
+def test_an_answer_in_pieces_has_its_whole_text(
+    ours: PreTrainedTokenizerBase, said: str, cuts: tuple[int, ...], text: str
+) -> None:
+    renderer, params, conversation = Renderer(ours), evolve(PARAMS, stop=(".c",)), Conversation()
+    tokens = np.array(ours.encode(said, add_special_tokens=False))
+    for number, piece in enumerate(np.split(tokens, cuts)):
+        asked = RenderedRequest(messages=(), tools=(), tokens=tokens[: not number], by_tokens=True)
+        answer = renderer.answer(asked, piece, params, conversation)
+        conversation = conversation.answered(asked, answer, drawn(piece.tolist()))
+    assert conversation.text == text
+
+
+def test_pieces_go_on_behind_what_the_template_opened() -> None:
+    renderer, ours = thinking()
+    messages = [{"role": "user", "content": "1"}]
+    begun = renderer.ask(Conversation(), messages)
+    said = np.array(ours.encode("12", add_special_tokens=False))
+    conversation = Conversation().answered(begun, renderer.answer(begun, said, PARAMS), drawn(said.tolist()))
+    more = RenderedRequest(messages=(), tools=(), tokens=said[:0], by_tokens=True)
+    answer = renderer.answer(more, said, PARAMS, conversation)
+    assert answer.text == f"{conversation.text}12" == f"{conversation.opened}1212" and conversation.opened

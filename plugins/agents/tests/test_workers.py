@@ -84,6 +84,22 @@ def test_driver_and_workers_may_open_more_than_1024_files(play: Play, start: Sta
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.parametrize("error", [ValueError("not allowed to raise maximum limit"), PermissionError(1, "no")])
+def test_episodes_are_played_where_the_limit_cannot_be_raised(
+    error: Exception, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(limit: int, wanted: tuple[int, int]) -> None:
+        asked.append(wanted)
+        raise error
+
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert play(lambda episode: episode.chat(episode.messages) and 1.0, samples=1).outcomes == [1.0, 1.0]
+    assert asked == [(FILES, resource.RLIM_INFINITY)]
+
+
 def test_a_refusal_is_that_of_the_driver(play: Play, start: Start) -> None:
     (here,) = play(worker_functions.refused, samples=1, prompts=PROMPTS[:1]).outcomes
     (there,) = play(start("refused", 1), samples=1, prompts=PROMPTS[:1]).outcomes

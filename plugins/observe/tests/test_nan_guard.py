@@ -12,7 +12,8 @@ import torch
 from attrs import evolve
 
 from corerl.errors import CorerlError
-from corerl.types import Metric, Output, StepResult
+from corerl.pictures import Picture
+from corerl.types import Metric, Output, PackedBatch, StepResult
 from corerl_observe.nan_guard import NanGuard, in_columns, in_metrics, in_norm
 from corerl_observe.specs import NanGuardOptions
 from corerl_testing import PluginHost
@@ -127,6 +128,28 @@ def test_the_first_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None
     with pytest.raises(CorerlError, match="parameter model.layers.1.mlp.up_proj.weight: 3 of the 2048 values"):
         train(run, batch(), step(0))
     assert not torch.nn.modules.module._global_forward_pre_hooks  # modules are watched in one step alone
+
+
+def test_a_tower_is_checked_from_the_first_step_with_pictures(tmp_path: Path) -> None:
+    tower = torch.nn.Linear(1, 1)
+    watched: list[bool] = []
+
+    class Shows:
+        def forward_backward(self, batch: PackedBatch) -> Iterator[None]:
+            watched.append(bool(torch.nn.modules.module._global_forward_pre_hooks))
+            if batch.pictures:
+                tower(torch.ones(1))
+            return (yield)
+
+    run = guarded(tmp_path, inner=Shows(), parameters=True)
+    shown = evolve(batch(), pictures={0: Picture(pixels=np.zeros((28, 28, 3), np.uint8))})
+    for number, each in enumerate([batch(), batch(), shown, shown, batch()]):
+        assert train(run, each, step(number)).metrics["nonfinite"].value == 0.0
+    assert watched == [True, False, True, False, False]
+    with torch.no_grad():
+        tower.weight[0] = NAN
+    with pytest.raises(CorerlError, match="parameter weight: 1 of the 1 values"):
+        train(run, batch(), step(5))
 
 
 def test_a_step_that_finds_the_loss_scale_is_no_finding() -> None:

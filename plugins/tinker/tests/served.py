@@ -153,7 +153,7 @@ def asked(sampler: Sampler, prompt: Sequence[int] = PROMPT, **settings: Any) -> 
     request = types.SampleRequest(
         prompt=types.ModelInput.from_ints(list(prompt)),
         sampling_params=types.SamplingParams(**{"max_tokens": 6, "stop": [], **settings}),
-        **own,
+        **{"seq_id": 0, **own},
     )
     return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)
 

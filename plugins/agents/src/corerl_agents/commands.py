@@ -110,11 +110,9 @@ def _filled(argument: str, values: Mapping[str, str]) -> str:
 
 
 def _environment(values: Mapping[str, str]) -> dict[str, str]:
-    # The episode's server is not behind a proxy that this machine asks others by.
-    direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(values["base_url"]).hostname]
     return {
         **os.environ,
-        **dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, direct))),
+        **_direct(urlsplit(values["base_url"]).hostname or ""),
         "OPENAI_BASE_URL": values["base_url"],
         "OPENAI_API_KEY": values["api_key"],
         "ANTHROPIC_BASE_URL": values["anthropic_url"],
@@ -124,6 +122,17 @@ def _environment(values: Mapping[str, str]) -> dict[str, str]:
         "CORERL_PROMPT_FILE": values["prompt_file"],
         **{f"CORERL_{name}".upper(): value for name, value in values.items() if name.startswith("base_url_")},
     }
+
+
+def _direct(host: str) -> dict[str, str]:
+    """The variables of hosts that are asked without a proxy, with this one: the episode's server is not behind a proxy
+    that this machine asks others by."""
+    found = {}
+    for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
+        value = os.environ.get(name, os.environ.get(other, ""))  # one that is set may go before the other
+        # `*` means all hosts, but only by itself.
+        found[name] = value if value == "*" else ",".join(filter(None, (value, host)))
+    return found
 
 
 def _fields(episode: Episode) -> dict[str, Any]:
@@ -168,7 +177,8 @@ def allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if resource.RLIM_INFINITY != soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(ValueError, OSError):  # above the system's own limit, `fs.nr_open`
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

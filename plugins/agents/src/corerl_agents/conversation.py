@@ -49,6 +49,7 @@ class Answer:
     calls: tuple[Mapping[str, Any], ...] = ()  # tool calls in the shape of OpenAI's `message.tool_calls`
     reasoning: str = ""  # for the client, where it is not in the content
     parts: tuple[str, str] = field(default=("", ""), eq=False)  # reasoning and rest, as clients may send them back
+    opened: str = ""  # the reasoning tag with which `text` begins
 
     @property
     def message(self) -> dict[str, Any]:
@@ -133,6 +134,7 @@ class Conversation:
 
     messages: tuple[Message, ...] = ()  # contents are plain text; answers as sent to the client
     text: str = ""  # of the last answer, including tool calls
+    opened: str = ""  # the reasoning tag with which it begins
     # Indices of the messages that were sampled, each with `Answer.parts`.
     answers: Mapping[int, tuple[str, str]] = field(factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
@@ -159,6 +161,12 @@ class Conversation:
     def prompt_length(self) -> int:
         """Number of tokens of the first request."""
         return len(self.exchanges[0].asked) if self.exchanges else 0
+
+    @property
+    def sampled(self) -> IntArray:
+        """[n] all tokens of the last answer, of which each piece may have been asked for by itself."""
+        first = max((number for number, exchange in enumerate(self.exchanges) if len(exchange.asked)), default=0)
+        return _joined([exchange.tokens for exchange in self.exchanges[first:]], np.int64)
 
     @property
     def begun(self) -> int:
@@ -202,7 +210,8 @@ class Conversation:
         )
         return Conversation(
             messages=() if asked.by_tokens else (*asked.messages, answer.message),
-            text=answer.text if len(asked.tokens) else self.text + answer.text,  # of an answer in pieces: all of it
+            text=answer.text,
+            opened=answer.opened,
             answers={} if asked.by_tokens else {**self.answers, len(asked.messages): answer.parts},
             by_tokens=asked.by_tokens,
             tools=asked.tools,
@@ -502,18 +511,23 @@ class Renderer:
         said = tokens.tolist()
         return next((text for text in texts if self._stops((text,)).end(said) == len(said)), "")
 
-    def answer(self, asked: RenderedRequest, tokens: IntArray, params: SamplingParams) -> Answer:
+    def answer(
+        self, asked: RenderedRequest, tokens: IntArray, params: SamplingParams, before: Conversation | None = None
+    ) -> Answer:
         """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
-        tool calls are read from it; malformed ones stay text."""
+        tool calls are read from it; malformed ones stay text. If `asked` adds no tokens, this is another piece of the
+        last answer of `before`, and `text` is that of the whole answer."""
         stops = self._stops(params.stop)
         ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
         answered = (tokens[:-1] if ended else tokens).tolist()
         ended = ended or stops.end(answered) is not None
         content = stops.text(answered, special_tokens=False)
         whole = stops.text(answered, special_tokens=True)
-        text = whole if self._special_tokens else content
-        if asked.opened and asked.messages[-1]["role"] != "assistant":
-            text = self._openings.seen(asked.opened, special_tokens=self._special_tokens) + text
+        text, opened = whole if self._special_tokens else content, ""
+        if before is not None and not len(asked.tokens):
+            text, opened = self._with_earlier(before.sampled.tolist(), answered, text), before.opened
+        elif asked.opened and asked.messages[-1]["role"] != "assistant":
+            opened = self._openings.seen(asked.opened, special_tokens=self._special_tokens)
         # Delimiters of calls and of reasoning are special tokens in some tokenizers.
         found = Answered(content=whole)
         calls_read = self._reader(asked)
@@ -524,12 +538,21 @@ class Renderer:
         reasoning, rest = (self._special.sub("", part).strip() for part in parts)
         apart = self._separate_reasoning or found.reasoning is not None
         return Answer(
-            text=text,
+            text=opened + text,
+            opened=opened,
             content=rest if apart and reasoning else self._special.sub("", found.content) if calls else content,
             calls=calls,
             reasoning=reasoning if apart else "",
             parts=(reasoning, rest),
         )
+
+    def _with_earlier(self, earlier: list[int], answered: list[int], text: str) -> str:
+        """The text of an answer whose last piece has this text by itself. All pieces are decoded together: one may end
+        within a character, and tokenizers such as sentencepiece's drop the space that a text begins with."""
+        decoded = functools.partial(self._stops(()).text, special_tokens=self._special_tokens)
+        stop = len(decoded(answered)) - len(text)  # characters from the stop text on
+        whole = decoded(earlier + answered)
+        return whole[: len(whole) - stop]
 
 
 def _marked(

@@ -417,7 +417,7 @@ class EpisodeRunner:
             lost = self._pictures is not None and self._pictures.placeholder in generation.tokens[-1:]
             if lost:  # a sampled placeholder stands for no picture: it ends the answer, and nothing can follow it
                 generation = evolve(generation, truncated=np.ones(1, np.bool_))
-            answer = self._renderer.answer(asked, generation.tokens, request.params)
+            answer = self._renderer.answer(asked, generation.tokens, request.params, history.conversation)
         except Exception:  # such as of what reads tool calls: the same request has the same noise, and no row more
             history.turns.remove(turn)
             raise

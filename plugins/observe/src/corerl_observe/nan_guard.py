@@ -45,6 +45,7 @@ class NanGuard:
         self._context: Context | None = None
         self._scales_loss = False  # with a loss scale, the backend skips a step now and then on purpose
         self._models: list[torch.nn.Module] = []  # the outermost, once they were called in a step
+        self._knows_tower = False  # a step that shows pictures was watched: before that, a tower need not be called
         self._found: list[str] = []  # in this step so far
 
     def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
@@ -55,7 +56,10 @@ class NanGuard:
     def forward_backward(self, batch: PackedBatch) -> Generator[None, GradientResult, GradientResult]:
         if self._options.inputs:
             self._found += in_columns(batch)
-        watching = self._watch_for_models() if self._options.parameters and not self._models else None
+        watching = None
+        if self._options.parameters and (not self._models or (batch.pictures and not self._knows_tower)):
+            watching = self._watch_for_models()
+            self._knows_tower = bool(batch.pictures)
         try:
             result = yield
         except BaseException as raised:
@@ -127,7 +131,7 @@ class NanGuard:
     def _watch_for_models(self) -> torch.utils.hooks.RemovableHandle:
         """Find the modules that are called in a step, which backends do not expose: the model, and before it the tower
         of one that reads pictures. Those inside another one are not kept."""
-        inside: set[torch.nn.Module] = set()
+        inside = {module for model in self._models for module in model.modules()}
 
         def seen(module: torch.nn.Module, inputs: object) -> None:
             if module not in inside and any(True for _ in module.parameters()):

@@ -126,9 +126,10 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler) -> D
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, sdk.EncodedTextChunk):
             raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
+    if request.seq_id is None:  # all such requests would be one
+        raise Refused("seq_id is missing; number the requests of a sampler, each with a seq_id of its own")
     prompt = request.prompt.to_ints()
     checks = {
-        "seq_id": request.seq_id is not None,  # or all such requests would be one
         "prompt": len(prompt) > 0,
         "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / max(len(prompt), 1)),
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,

@@ -369,7 +369,7 @@ class ServedPolicy:
             scored_top=top,
         )
         # Noise follows from the seed or, without one, from the sampler and the request's number.
-        origin = (wanted.sampler.number, wanted.asked.seq_id or 0) if asked.seed is None else (asked.seed % 2**63,)
+        origin = (wanted.sampler.number, wanted.asked.seq_id) if asked.seed is None else (asked.seed % 2**63,)
         return GenerateRequest(
             tokens=np.tile(wanted.prompt, samples),
             offsets=offsets_of([length] * samples),
