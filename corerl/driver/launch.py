@@ -62,7 +62,8 @@ def launch(plan: Plan, *, began: float | None = None) -> Iterator[Run]:
                     yield run
                 _close(run)
         except BaseException as error:
-            if isinstance(error, CheckpointDamaged) and start.resume is not None:
+            own = start.resume is not None and start.resume.is_relative_to(start.run_dir)
+            if isinstance(error, CheckpointDamaged) and own:  # another run's checkpoints are named as one likes
                 error.add_note(f"to resume from the checkpoint before it, remove {start.resume}")
             _end_observers(progress, str(start.run_dir), error)
             raise
