@@ -62,9 +62,9 @@ def launch(plan: Plan, *, began: float | None = None) -> Iterator[Run]:
                     yield run
                 _close(run)
         except BaseException as error:
-            own = start.resume is not None and start.resume.is_relative_to(start.run_dir)
-            if isinstance(error, CheckpointDamaged) and own:  # another run's checkpoints are named as one likes
-                error.add_note(f"to resume from the checkpoint before it, remove {start.resume}")
+            damaged = start.resume if isinstance(error, CheckpointDamaged) else None
+            if damaged is not None and damaged.is_relative_to(start.run_dir):  # of another run, any other may be named
+                error.add_note(f"to resume from the checkpoint before it, remove {damaged}")
             _end_observers(progress, str(start.run_dir), error)
             raise
         observers.shutdown("finished")
