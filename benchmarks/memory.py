@@ -51,7 +51,8 @@ STEPS = 3  # the first one makes the moments
 LIMIT = 240.0  # seconds for a case
 ALLOWED = 0.5  # GiB asleep, besides the context
 EXPERTS = {**shapes.QWEN3_30B_A3B, "num_hidden_layers": 4}
-EAGER = {"compile": False}
+BY_LAYER = {"reshard_after_forward": True}  # the least memory, whatever the model's size
+EAGER = {**BY_LAYER, "compile": False}
 ON_HOST = {"stage": 2, "offload": "optimizer"}
 
 
@@ -60,7 +61,7 @@ def case(what: str, fields: Mapping[str, Any], backend: str = "fsdp", **more: An
 
 
 SLICED = case("8 layers of the 8B shape", shapes.SLICE)
-COMPILED = case("8 layers of the 8B shape, compiled", shapes.SLICE, options={"compile": True})
+COMPILED = case("8 layers of the 8B shape, compiled", shapes.SLICE, options={**BY_LAYER, "compile": True})
 STAGE_2 = case("8 layers of the 8B shape, stage 2", shapes.SLICE, "deepspeed", options={"stage": 2})
 STAGE_3 = case("8 layers of the 8B shape, stage 3", shapes.SLICE, "deepspeed", options={"stage": 3})
 MEGATRON = case("8 layers of the 8B shape", shapes.SLICE, "megatron")

@@ -33,8 +33,8 @@ ENVIRONMENT = {
 POLL_SECONDS = 0.02
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
 MAIN = "import sys; from corerl.cli.main import main; sys.exit(main())"
-# The quickstart's shards and sums of gradients are for its small model.
-LARGE = ("backends.fsdp.shard_size=0", "backends.fsdp.sync=every")
+# The quickstart's shards are for its small model.
+LARGE = ("backends.fsdp.shard_size=0",)
 # The quickstart's model in a size that SGLang's kernels take; in half precision.
 SMALL_SHAPE = (
     *("model.config.hidden_size=256", "model.config.intermediate_size=512", "model.config.head_dim=64"),

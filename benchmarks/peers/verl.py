@@ -35,7 +35,7 @@ from attrs import evolve, frozen
 from benchmarks.peers import work
 from benchmarks.peers.work import CASES, Case
 from benchmarks.report import Comparison, Number, Report, arguments, finish, joined
-from benchmarks.runs import LARGE, SERVER, Process, Watched, sglang, value
+from benchmarks.runs import SERVER, Process, Watched, sglang, value
 
 SIDES = ("corerl", "verl")
 Steps = Sequence[Mapping[str, float]]
@@ -64,7 +64,7 @@ def server_options(case: Case) -> dict[str, Any]:
 def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data: Path) -> list[str]:
     """Of `corerl train`, added to an empty file."""
     common = [
-        *("backend.name=fsdp", "roles.actor.ranks=1", "rollout.replicas=1", "algorithm.name=grpo", *LARGE),
+        *("backend.name=fsdp", "roles.actor.ranks=1", "rollout.replicas=1", "algorithm.name=grpo"),
         *(f"model.path={checkpoint}", f"data.source={data}", "data.held_out=0"),
         # A sample's reward may wait for the turn.
         *("reward.name=benchmarks.peers.work:reward", f"reward.timeout={args.deadline * len(SIDES)}"),

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ LARGEST_HEAD = 128  # that the backward pass on Hopper takes
 # Tokens x those of the longest sequence x heads x their size, from which on it is faster: a call takes the host longer.
 LEAST_WORK = 2**35
 
-_thread = threading.local()  # cuDNN's handles belong to one thread
+_thread = threading.local()  # cuDNN's handles belong to one thread; and `_places` of the last sequences
 
 
 class _Use(IntEnum):
@@ -145,9 +146,16 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
 
 def _places(cu_seqlens: Tensor, sizes: Sizes) -> dict[_Use, Tensor]:
     """Where each sequence begins in each tensor, in elements, and its length; those that fill up have none."""
-    missing = sizes.sequences + 1 - len(cu_seqlens)
-    bounds = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)]) if missing else cu_seqlens
-    return {_Use.LENGTHS: bounds.diff(), **dict(zip(PLACES, bounds * _elements(sizes), strict=True))}
+    # All layers have the same ones, and five operations in each would take the host longer than the call of cuDNN.
+    given, found = _thread.__dict__.get("places", (None, None))
+    if found is None or given() is not cu_seqlens:
+        found = {}
+        _thread.places = (weakref.ref(cu_seqlens), found)
+    if sizes not in found:
+        missing = sizes.sequences + 1 - len(cu_seqlens)
+        bounds = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)]) if missing else cu_seqlens
+        found[sizes] = {_Use.LENGTHS: bounds.diff(), **dict(zip(PLACES, bounds * _elements(sizes), strict=True))}
+    return found[sizes]
 
 
 @functools.cache

@@ -56,6 +56,17 @@ def test_places_are_of_elements_and_sequences_that_fill_up_are_empty() -> None:
     assert cudnn._places(bounds_of(full), sizes(full))[cudnn._Use.LENGTHS].tolist() == full
 
 
+def test_layers_of_one_packing_share_its_places_and_another_packing_has_its_own() -> None:
+    first, second = bounds_of([5, 1]), bounds_of([5, 1])
+    plain, windowed = sizes([5, 1]), sizes([5, 1], window=3)
+    of_layers = [cudnn._places(first, each) for each in (plain, windowed, plain)]
+    assert of_layers[0] is of_layers[2] is not of_layers[1]
+    assert cudnn._places(second, plain) is not of_layers[0]
+    del first, second
+    for lengths in ([2, 4], [1, 5], [3, 3]):  # whose tensors may lie where earlier ones did
+        assert cudnn._places(bounds_of(lengths), plain)[cudnn._Use.LENGTHS].tolist() == lengths
+
+
 def test_torch_attends_where_cudnn_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     present: dict[str, bool] = {"GPU": True, "plans": True}
     monkeypatch.setattr(cudnn, "_present", lambda device: present["GPU"])

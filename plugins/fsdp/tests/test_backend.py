@@ -28,8 +28,10 @@ def test_ranks_that_hold_nothing_train_save_and_resume(runs: Runs, tmp_path: Pat
 
 
 def test_layers_that_stay_gathered_train_the_same(runs: Runs) -> None:
-    setup = evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": False})
-    found, wanted = runs.train(2, setup, range(3)), runs.train(2, runs.setup("fsdp", "qwen3"), range(3))
+    found, wanted = (
+        runs.train(2, evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": reshard}), range(3))
+        for reshard in (False, True)
+    )
     assert found.losses == wanted.losses
     assert different(found.state, wanted.state) == []
 

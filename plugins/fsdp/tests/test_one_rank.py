@@ -35,16 +35,23 @@ def test_a_reduction_that_raised_leaves_no_tensor_to_the_next() -> None:
 
 
 def test_one_rank_reduces_in_one_buffer_and_two_do_not(runs: Runs) -> None:
-    setup = runs.setup("fsdp", "qwen3")
+    setup = evolve(runs.setup("fsdp", "qwen3"), options={"sync": "every"})
     ((reductions, in_one_buffer),) = runs.rank_sets[1].run(ranks.reductions_in_one_buffer, setup)
     assert reductions == in_one_buffer > 0
     assert [count for _, count in runs.rank_sets[2].run(ranks.reductions_in_one_buffer, setup)] == [0, 0]
 
 
-@pytest.mark.parametrize("options", [{}, {"sync": "last"}, {"offload": "parameters"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sync": "every"}, {"offload": "parameters"}], ids=str)
 def test_one_buffer_changes_no_bit_of_a_run(runs: Runs, options: Mapping[str, Any]) -> None:
     setup = evolve(runs.setup("fsdp", "qwen3-moe"), options=options)
     found = runs.train(1, setup, range(3))
     wanted = together(runs.rank_sets[1].run(ranks.with_two_buffers, training.train_steps, setup, [0, 1, 2]))
+    assert found.losses == wanted.losses
+    assert different(found.state, wanted.state) == []
+
+
+def test_one_rank_that_reduces_once_changes_no_bit_of_a_run(runs: Runs) -> None:
+    setup = runs.setup("fsdp", "qwen3-moe")
+    found, wanted = (runs.train(1, evolve(setup, options={"sync": sync}), range(3)) for sync in ("auto", "every"))
     assert found.losses == wanted.losses
     assert different(found.state, wanted.state) == []

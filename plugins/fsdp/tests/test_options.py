@@ -72,8 +72,9 @@ def test_with_recomputed_layers_few_activations_are_kept(runs: Runs, rank_pool: 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"reduce_scatter": "each"}),
-        ({"sync": "last"}, {"reduce_scatter": "last"}),
+        ({}, {"gather": "last", "reduce_scatter": "each"}),
+        ({"reshard_after_forward": True}, {"gather": "each pass", "reduce_scatter": "each"}),
+        ({"sync": "last"}, {"gather": "last", "reduce_scatter": "last"}),
         ({"shard_size": 1}, {"allreduce": "last"}),  # a shard on one rank is whole: nothing to scatter
     ],
     ids=str,
@@ -84,11 +85,17 @@ def test_gradients_travel_as_often_as_the_option_says(
     setup = with_options(runs.setup("fsdp", "qwen3"), options)
     for units, micro_batches, counts in rank_pool.run(ranks.collectives_of_a_step, setup):
         assert micro_batches > 1
-        times = {operation: units * (micro_batches if when == "each" else 1) for operation, when in expected.items()}
+        each = {"last": units, "each": units * micro_batches}
+        each["each pass"] = (2 * units - 1) * micro_batches  # but the root stays gathered for its backward pass
+        times = {operation: each[when] for operation, when in expected.items()}
         # Of the norm, and with replicas, which of theirs all take.
         times["allreduce"] = times.get("allreduce", 0) + (2 if "shard_size" in options else 1)
-        found = {"reduce_scatter": counts["_reduce_scatter_base_"], "allreduce": counts["allreduce_"]}
-        assert found == {"reduce_scatter": 0, **times}
+        names = {"gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_", "allreduce": "allreduce_"}
+        assert {operation: counts[name] for operation, name in names.items()} == {
+            "gather": 0,
+            "reduce_scatter": 0,
+            **times,
+        }
 
 
 # ---- float16 ---------------------------------------------------------------------------------------------------------

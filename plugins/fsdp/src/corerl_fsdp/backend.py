@@ -23,7 +23,7 @@ from corerl.types import (
     StepResult,
 )
 from corerl.weights import Chunk
-from corerl_fsdp.build import build_mesh, build_policy, reshard
+from corerl_fsdp.build import build_mesh, build_policy, keeps_gathered, reshard
 from corerl_fsdp.chunks import shard_chunks
 from corerl_fsdp.scale import LossScale
 from corerl_fsdp.shards import LocalShards
@@ -48,6 +48,7 @@ class FsdpBackend(Backend):
             options=options,
             pictures=self.picture_inputs,
         )
+        self.keep_gathered = keeps_gathered(self.policy, options, getattr(torch, config.train.precision))
         if (tower := self.policy.tower) is not None:
             self.tower = tower.on_rank(config, device=self.device, group=self.group)
         self.boxes = hf_boxes(self.policy.model)
@@ -75,7 +76,8 @@ class FsdpBackend(Backend):
             loss,
             outputs,
             dp_size=self.layout.dp_size,
-            sync=self.config.options.sync,
+            reduce_once=self.config.options.reduces_once(self.layout.dp_size),
+            keep_gathered=self.keep_gathered,
             loss_scale=self.scale,
             aux_loss_coef=self.config.train.aux_loss_coef,
             device=self.device,

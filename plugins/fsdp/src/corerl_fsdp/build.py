@@ -86,7 +86,7 @@ def build_policy(
         # Inputs keep the model's dtypes: hidden states in `precision`, some models' rotary tables in float32.
         mixed=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
-        reshard_after_forward=options.reshard_after_forward,
+        keep_gathered=keeps_gathered(policy, options, dtype),
     )
     held_on = torch.device("cpu") if on_host else device
     params = policy.model.named_parameters()
@@ -103,7 +103,7 @@ def shard(
     mesh: DeviceMesh,
     mixed: MixedPrecisionPolicy,
     offload: OffloadPolicy,
-    reshard_after_forward: bool,
+    keep_gathered: bool,
 ) -> None:
     """Shard one unit per decoder layer, one for an untied embedding, and the root with all the rest: final norm, head.
 
@@ -118,12 +118,17 @@ def shard(
     owners.update(id(param) for param in policy.head_parameters)
     for unit in units:
         if all(owners[id(param)] == 1 for param in unit.parameters()):
-            as_unit(unit, reshard_after_forward=reshard_after_forward)
+            as_unit(unit, reshard_after_forward=not keep_gathered)
     as_unit(policy, reshard_after_forward=False)
     if mesh.size() == 1:
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(OneRankReduce())  # type: ignore[arg-type]  # its base is torch's own
+
+
+def keeps_gathered(policy: Policy, options: FsdpConfig, dtype: torch.dtype) -> bool:
+    """Whether weights stay gathered for a step, in the `dtype` of its passes."""
+    return options.keeps_gathered(sum(param.numel() for param in policy.model.parameters()), dtype.itemsize)
 
 
 def end_pass(policy: nn.Module) -> None:

@@ -8,13 +8,16 @@ from attrs import frozen
 
 from corerl.config import at_least, option
 
+KEPT = 4 * 2**30  # bytes of gathered weights that no device is short of, as those of 2 B parameters in half precision
+
 
 @frozen(kw_only=True)
 class FsdpConfig:
-    reshard_after_forward: bool = option(
-        "free a layer's gathered weights after its forward pass and gather them again for backward: less memory, one "
-        "more all-gather per layer",
-        default=True,
+    reshard_after_forward: bool | Literal["auto"] = option(
+        "true: free a layer's gathered weights after each pass, and gather them again for the next; false: keep all "
+        "gathered until the step's last backward pass, with a copy of the model in the passes' precision as its price. "
+        "auto: keep them where that copy has at most 4 GiB, and parameters are not offloaded",
+        default="auto",
     )
     shard_size: int = option(
         "ranks over which one copy of weights, gradients and moments is sharded; groups of this size are replicas "
@@ -22,10 +25,11 @@ class FsdpConfig:
         default=0,
         validator=at_least(0),
     )
-    sync: Literal["every", "last"] = option(
+    sync: Literal["auto", "every", "last"] = option(
         "micro-batches after which gradients are reduced: every one; or only the last, with fewer transfers but a "
-        "full float32 gradient on each rank",
-        default="every",
+        "full float32 gradient on each rank. auto: the last where a shard is one rank's, which has all of it anyway, "
+        "unless it is offloaded with the parameters",
+        default="auto",
     )
     offload: Literal["none", "optimizer", "parameters"] = option(
         "what to keep in host memory; optimizer: moments, with the optimizer step on the host; parameters: also "
@@ -43,3 +47,15 @@ class FsdpConfig:
         "before it, and empty leaves them where torch does, in /tmp",
         default="~/.cache/corerl/compiled",
     )
+
+    def keeps_gathered(self, elements: int, itemsize: int) -> bool:
+        """Whether weights of so many elements, each of `itemsize` bytes in the passes, stay gathered for a step."""
+        if self.reshard_after_forward != "auto":
+            return not self.reshard_after_forward
+        return self.offload != "parameters" and elements * itemsize <= KEPT
+
+    def reduces_once(self, ranks: int) -> bool:
+        """Whether gradients of all micro-batches are added up on each rank before they are reduced over `ranks`."""
+        if self.sync != "auto":
+            return self.sync == "last"
+        return self.offload != "parameters" and (self.shard_size or ranks) == 1

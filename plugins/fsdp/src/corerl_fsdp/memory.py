@@ -22,7 +22,8 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
     if not size.head:
         root += size.embedding
     masters = 0 if cluster.frozen else FLOAT32 * share
-    gradients = FLOAT32 * (size.trained if config.sync == "last" else share)
+    gradients = FLOAT32 * (size.trained if config.reduces_once(cluster.ranks) else share)
+    kept = config.keeps_gathered(size.total + size.adapters, half)
     moved = size.adapters // max(1, len(size.layers)) if size.adapters else layer
     return RankMemory(
         kinds={
@@ -31,7 +32,7 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
             MemoryKind.OPTIMIZER: 2 * FLOAT32 * share if config.offload == "none" else 0,
         },
         gradients_grow=True,
-        gathered=half * (root + (2 * layer if config.reshard_after_forward else sum(size.layers))),
+        gathered=half * (root + (sum(size.layers) if kept else 2 * layer)),
         # The root's gradients wait for the end of the backward pass.
         reducing=half * ((0 if size.adapters else root) + moved) + FLOAT32 * moved,
         fused=config.compile is True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from attrs import evolve
@@ -27,13 +26,15 @@ def forward_backward(
     outputs: tuple[Output, ...],
     *,
     dp_size: int,
-    sync: Literal["every", "last"],
+    reduce_once: bool,
+    keep_gathered: bool,
     loss_scale: LossScale | None,
     aux_loss_coef: float,
     device: torch.device,
     tower: RankTower | None = None,
 ) -> GradientResult:
-    """Called on every rank. One reduce-scatter per unit and micro-batch (per unit and call if `sync` is "last")."""
+    """Called on every rank. One reduce-scatter per unit and micro-batch, or with `reduce_once` per unit and call; one
+    all-gather per unit and pass, or with `keep_gathered` per unit and call."""
     assert isinstance(policy, FSDPModule)
     factor = dp_size * (loss_scale.value if loss_scale else 1.0)  # FSDP averages gradients over dp
     policy.train()
@@ -42,8 +43,10 @@ def forward_backward(
     )
     for number, value in enumerate(losses, start=1):
         last = number == batch.count
-        policy.set_requires_gradient_sync(last or sync == "every")
-        policy.set_requires_all_reduce(last)  # among replicas, if any; sums accumulate until then
+        if last or number == 1:  # each of these goes through all modules
+            policy.set_requires_gradient_sync(last or not reduce_once)
+            policy.set_reshard_after_backward(last or not keep_gathered)
+            policy.set_requires_all_reduce(last)  # among replicas, if any; sums accumulate until then
         (value * factor).backward()
     return losses.result()
 
