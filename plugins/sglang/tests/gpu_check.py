@@ -90,6 +90,8 @@ QWEN3_06B = {
     "initializer_range": 0.02,
 }
 LIMITS = {"bfloat16": 0.02, "float32": 1e-3}  # of the mean absolute difference to transformers' log-probs
+# The same with adapters, which SGLang applies by Triton products: TF32 of float32 values, bfloat16 between A and B.
+ADAPTED = {"bfloat16": 0.03, "float32": 5e-3}
 PLAIN = WeightsConfig()
 SAMPLING = {
     "greedy": SamplingParams(max_tokens=64, greedy=True),
@@ -569,12 +571,12 @@ def versions(findings: Findings, precision: str) -> None:
 
         def alike(version: int, drawn: Generation, what: str) -> None:
             mean, _, largest = difference(models[version], asked, drawn)
-            findings.tell(f"{what}: |log-prob difference|, mean", mean, mean < LIMITS[precision])
+            findings.tell(f"{what}: |log-prob difference|, mean", mean, mean < ADAPTED[precision])
             findings.tell(f"{what}: |log-prob difference|, largest", largest)
             findings.tell(f"{what}: versions", sorted(set(drawn.versions.tolist())), set(drawn.versions) == {version})
             if (before := first.setdefault(version, drawn)) is not drawn:
                 same = before.tokens.tolist() == drawn.tokens.tolist()
-                findings.tell(f"{what}: tokens as before", same, same or precision != "float32")
+                findings.tell(f"{what}: tokens as before", same)  # which two slots of a batch may round apart
                 if same:
                     off = float(np.abs(before.logprobs - drawn.logprobs).max())
                     findings.tell(f"{what}: log-probs as before, largest difference", off)
@@ -624,7 +626,7 @@ def versions(findings: Findings, precision: str) -> None:
             for what, off in ((f"scores of the last {last}", of_tokens), (f"likeliest {top}", likeliest)):
                 if (differences := np.concatenate(off)).size:
                     mean = float(differences.mean())
-                    findings.tell(f"{what}: mean difference of {len(differences)}", mean, mean < LIMITS[precision])
+                    findings.tell(f"{what}: mean difference of {len(differences)}", mean, mean < ADAPTED[precision])
 
 
 PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that each wants
