@@ -39,6 +39,7 @@ from corerl_testing import (
     step_at,
     train,
 )
+from corerl_testing.harness import parts_of_step
 
 T = TypeVar("T")
 KINDS = list(MemoryKind)
@@ -207,6 +208,19 @@ def reductions_in_one_buffer(setup: Setup) -> tuple[int, int]:
         with CopiesToThemselves() as found:
             train(worker, setup, 1)
         return units * micro_batches, found.count
+
+
+def reductions_of_two_calls(setup: Setup) -> tuple[int, list[int], list[int]]:
+    """On one rank: units, and of each of two calls that add gradients to one step its micro-batches and reductions."""
+    with running(setup) as worker:
+        units = sum(isinstance(module, FSDPModule) for module in worker.backend.policy.modules())
+        micro_batches, reductions = [], []
+        for batch in reversed(parts_of_step(worker, setup, samples_at(0), 2, unit=1.0)[0]):
+            micro_batches.append(batch.count)
+            with CopiesToThemselves() as found:
+                worker.add_gradients(batch, setup.loss, last=False)
+            reductions.append(found.count)
+        return units, micro_batches, reductions
 
 
 def with_two_buffers(scenario: Callable[..., T], *arguments: Any) -> T:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config import ClusterInfo
+from corerl.config import ClusterInfo, TrainConfig
+from corerl.kinds import MemoryKind, ModelSize
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.memory import memory
 from corerl_fsdp.spec import check
 from corerl_testing import (
     BFLOAT16_GRAD_NORM,
@@ -96,6 +98,24 @@ def test_gradients_travel_as_often_as_the_option_says(
             "reduce_scatter": 0,
             **times,
         }
+
+
+@pytest.mark.parametrize(
+    ("options", "streamed", "gathered", "gradients"),
+    [
+        ({}, False, 100 + 20 + 30 + 1, (100 + 20 + 30 + 1 + 1) // 2),
+        ({"reshard_after_forward": True, "sync": "last"}, False, 30 + 1 + 2 * 60, 151),
+        ({"sync": "last"}, True, 151, 151 + 76),  # what earlier calls have left is sharded
+        ({"shard_size": 1}, True, 151, 151),
+    ],
+)
+def test_a_forecast_counts_what_is_gathered_and_added_up(
+    options: Mapping[str, Any], streamed: bool, gathered: int, gradients: int
+) -> None:
+    size = ModelSize(layers=(40, 60), experts=(0, 0), embedding=20, head=30, rest=1, hidden=2)
+    cluster = ClusterInfo(device="cuda", ranks=2, train=TrainConfig(precision="bfloat16"), streamed=streamed)
+    found = memory(FsdpConfig(**options), cluster, size)
+    assert (found.gathered, found.kinds[MemoryKind.GRAD]) == (2 * gathered, 4 * gradients)
 
 
 # ---- float16 ---------------------------------------------------------------------------------------------------------
