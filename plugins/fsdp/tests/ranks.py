@@ -19,12 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from corerl.backend import adamw
-from corerl.config import RoleConfig
 from corerl.errors import HookFailed
 from corerl.memory import resident_bytes
-from corerl.plugin import BackendSpec, Context
-from corerl.types import Array, MemoryKind, Output, ParallelLayout, TrainResult, UpdateResult
+from corerl.plugin import BackendSpec
+from corerl.types import Array, MemoryKind, Output, TrainResult, UpdateResult
 from corerl.weights import Chunk, TensorSource, WeightSender, is_adapter
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
@@ -67,17 +65,6 @@ class GathersTheWholeModel(FsdpBackend):
         result = super().update_weights(sender, version, adapters)
         del whole
         return result
-
-
-class StepsFused(FsdpBackend):
-    """As on GPUs."""
-
-    spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:StepsFused")
-
-    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        layout = super().build(config, context)
-        self.optimizer = adamw(self.shards.params, self.shards.shapes, config.train.optimizer, fused=True)
-        return layout
 
 
 def rotary_dtypes(setup: Setup) -> set[torch.dtype]:

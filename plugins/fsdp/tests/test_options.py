@@ -40,7 +40,12 @@ def with_options(setup: Setup, options: Mapping[str, Any], **train_fields: Any) 
 
 @pytest.mark.parametrize(
     ("options", "train_fields"),
-    [({}, {"recompute": "full"}), ({"offload": "optimizer"}, {}), ({"offload": "parameters"}, {})],
+    [
+        ({}, {"recompute": "full"}),
+        ({"offload": "optimizer"}, {}),
+        ({"offload": "parameters"}, {}),
+        ({"reshard_after_forward": True}, {}),
+    ],
     ids=str,
 )
 def test_where_only_memory_changes_no_bit_of_a_run_does(
