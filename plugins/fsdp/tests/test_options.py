@@ -106,19 +106,21 @@ def test_gradients_travel_as_often_as_the_option_says(
 
 
 @pytest.mark.parametrize(
-    ("options", "streamed", "gathered", "gradients"),
+    ("options", "ranks", "streamed", "gathered", "gradients"),
     [
-        ({}, False, 100 + 20 + 30 + 1, (100 + 20 + 30 + 1 + 1) // 2),
-        ({"reshard_after_forward": True, "sync": "last"}, False, 30 + 1 + 2 * 60, 151),
-        ({"sync": "last"}, True, 151, 151 + 76),  # what earlier calls have left is sharded
-        ({"shard_size": 1}, True, 151, 151),
+        ({}, 2, False, 100 + 20 + 30 + 1, (100 + 20 + 30 + 1 + 1) // 2),
+        ({"reshard_after_forward": True, "sync": "last"}, 2, False, 30 + 1 + 2 * 60, 151),
+        ({"sync": "last"}, 2, True, 151, 151 + 76),  # what earlier calls have left is sharded
+        ({}, 1, True, 151, 151),
+        ({"shard_size": 1}, 2, True, 151, 151 + 151),
+        ({"shard_size": 2}, 4, True, 151, 76 + 76),
     ],
 )
 def test_a_forecast_counts_what_is_gathered_and_added_up(
-    options: Mapping[str, Any], streamed: bool, gathered: int, gradients: int
+    options: Mapping[str, Any], ranks: int, streamed: bool, gathered: int, gradients: int
 ) -> None:
     size = ModelSize(layers=(40, 60), experts=(0, 0), embedding=20, head=30, rest=1, hidden=2)
-    cluster = ClusterInfo(device="cuda", ranks=2, train=TrainConfig(precision="bfloat16"), streamed=streamed)
+    cluster = ClusterInfo(device="cuda", ranks=ranks, train=TrainConfig(precision="bfloat16"), streamed=streamed)
     found = memory(FsdpConfig(**options), cluster, size)
     assert (found.gathered, found.kinds[MemoryKind.GRAD]) == (2 * gathered, 4 * gradients)
 

@@ -22,9 +22,10 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
     if not size.head:
         root += size.embedding
     masters = 0 if cluster.frozen else FLOAT32 * share
-    gradients = FLOAT32 * share
-    if config.reduces_once(cluster.ranks, adds=cluster.streamed):
-        gradients = FLOAT32 * (size.trained + (share if cluster.streamed else 0))  # of this call, and of earlier ones
+    once = config.reduces_once(cluster.ranks, adds=cluster.streamed)
+    gradients = FLOAT32 * (size.trained if once else share)
+    if cluster.streamed and (once or shards < cluster.ranks):
+        gradients += FLOAT32 * share  # of earlier calls, beside those that wait for the last micro-batch
     whole = size.total + size.adapters
     moved = size.adapters // max(1, len(size.layers)) if size.adapters else layer
     return RankMemory(
