@@ -227,6 +227,11 @@ def traced(scenario: Callable[..., T], *arguments: Any) -> T:
     return found
 
 
+def step_of_a_resumed_run(setup: Setup, directory: str, number: int) -> TrainResult:
+    with running(setup, resume=directory) as worker:
+        return train(worker, setup, number)
+
+
 def overflow_and_go_on(setup: Setup, directory: str, resume: bool) -> list[TrainResult]:
     """Step 0, step 1 on advantages that float16 cannot hold the gradients of, steps 2 and 3; saved and resumed by
     another worker before step 2 where asked."""

@@ -151,6 +151,8 @@ def test_an_overflow_is_skipped_everywhere_and_a_checkpoint_remembers_it(
         assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
     for results, after_resume in zip(at_once, resumed, strict=True):
         assert after_resume[2:] == results[2:]
+    (on_one_rank,) = runs.rank_sets[1].run(ranks.step_of_a_resumed_run, setup, str(tmp_path / "actor"), 2)
+    assert (on_one_rank.applied, on_one_rank.metrics["loss_scale"].total) == (True, 2.0**15)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
