@@ -123,7 +123,8 @@ class Primitives(HostedBackend, ABC):
         return ()
 
     def extra_state(self) -> ExtraState:
-        """This rank's other state; restored only by the same backend at the same world size."""
+        """This rank's other state; restored by the same backend alone. At another world size each rank gets the first
+        rank's."""
         return {}
 
     def load_extra_state(self, state: ExtraState) -> None:

@@ -114,8 +114,8 @@ class TrainingState(Primitives):
         for key in SAVED:
             self._take(key, weights if key is StateKey.MASTER else self.held_state(key))
         self.after_load({*SAVED, *base}, self.adam_step)
-        if (extra["backend"], ranks) == (type(self).__qualname__, own):
-            of_rank = read_extra(self.config.resume, self.layout.rank)
+        if extra["backend"] == type(self).__qualname__:
+            of_rank = read_extra(self.config.resume, self.layout.rank if ranks == own else 0)
             self.load_extra_state(
                 {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )

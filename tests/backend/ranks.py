@@ -1,4 +1,4 @@
-"""What each of two ranks does in test_frozen_weights.py."""
+"""What each of two ranks does in test_state.py."""
 
 from __future__ import annotations
 

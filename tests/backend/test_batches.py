@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.backend.batches import OutputCollector, to_device
-from corerl.data.packing import StepPlan, pack
-from corerl.types import IntArray, MicroBatch, Output, SampleBatch
+from corerl.backend.batches import OutputCollector
+from corerl.types import IntArray, MicroBatch, Output
 
 CPU = torch.device("cpu")
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -77,27 +76,3 @@ def test_outputs_are_waited_for_in_the_end_and_not_before() -> None:
         waited = done.query()
         assert collector.finish((Output.LOGPROBS,)).outputs[Output.LOGPROBS].tolist() == [3.0] * 1000
     assert not waited
-
-
-def test_every_sample_that_is_packed_comes_back_once_with_its_own_tokens() -> None:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 9, 12)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    total = int(offsets[-1])
-    batch = SampleBatch(
-        tokens=rng.integers(0, 1000, total), offsets=offsets, columns={"loss_mask": np.ones(total, dtype=np.bool_)}
-    )
-    order = rng.permutation(12)
-    plan = StepPlan(
-        micro_batches=((order[:5], order[5:6], order[6:], order[:1]),),
-        filler=((False, False, False, True),),
-        scales=np.zeros(12, dtype=np.float32),
-    )
-    collector = OutputCollector()
-    for micro in pack(batch, plan.shard_of(0), sequence_multiple=4).micro_batches:
-        collector.add(micro, {Output.LOGPROBS: to_device(micro, CPU).tokens})
-    result = collector.finish((Output.LOGPROBS,))
-    assert result.rows.tolist() == order.tolist()
-    came = np.split(result.outputs[Output.LOGPROBS], result.offsets[1:-1])
-    for sample, tokens in zip(order, came, strict=True):
-        assert tokens.tolist() == batch.tokens[offsets[sample] : offsets[sample + 1]].tolist()

@@ -10,8 +10,8 @@ from corerl.checkpoint import writer
 from corerl.checkpoint.format import Checksum, checksum, read_index
 from corerl.checkpoint.reader import CheckpointSource, read_extra, written_ranks
 from corerl.checkpoint.writer import stage, write
-from corerl.errors import CheckpointDamaged, CheckpointError, ModelError
-from corerl.weights.chunks import Chunk, fill, intersect
+from corerl.errors import CheckpointDamaged, CheckpointError
+from corerl.weights.chunks import fill, intersect
 from tests.checkpoint.changes import flip
 from tests.checkpoint.roles import KEYS, SHAPES, cut, whole
 
@@ -44,15 +44,6 @@ def test_each_ranks_extra_state_is_its_own(tmp_path: Path) -> None:
     assert [read_extra(tmp_path, rank) for rank in range(2)] == [{"rank": 0}, {"rank": 1}]
     with pytest.raises(CheckpointError, match=r"rank-00002.json is missing"):
         read_extra(tmp_path, 2)
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    source = CheckpointSource(tmp_path, "master")
-    with pytest.raises(
-        ModelError, match=r"the checkpoint has 'embed' with shape \[6, 4\], but the model needs \[8, 4\]"
-    ):
-        fill([Chunk("embed", (8, 4), (0, 0), (8, 4), torch.zeros(8, 4))], source, what="the checkpoint")
 
 
 def test_an_unknown_key_is_answered_with_those_that_are_there(tmp_path: Path) -> None:

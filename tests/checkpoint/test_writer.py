@@ -86,12 +86,6 @@ def test_a_box_that_one_rank_holds_twice_is_refused() -> None:
         stage({"master": [chunk, chunk]}, {})
 
 
-def test_a_directory_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SaveFailed, match="complete checkpoints are untouched"):
-        write(stage({}, {}), tmp_path / "file", 0)
-
-
 def test_a_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace
 

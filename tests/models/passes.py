@@ -20,9 +20,9 @@ TEMPERATURE = 0.7
 BOTH = (Output.LOGPROBS, Output.ENTROPY)
 
 
-def policy_of(model: PreTrainedModel, layout: str) -> Policy:
+def policy_of(model: PreTrainedModel, layout: str, *, vocabulary: int = 0) -> Policy:
     """With the weights of `model`."""
-    policy = make_policy(model.config, dtype=torch.float32, layout=layout)
+    policy = make_policy(model.config, dtype=torch.float32, layout=layout, vocabulary=vocabulary)
     materialize(policy.model, {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()})
     theirs = stored_buffers(model)
     for name, buffer in stored_buffers(policy.model).items():
@@ -43,11 +43,14 @@ def passed(policy: Policy, sequences: Sequence[Tensor], outputs: Sequence[Output
     return found
 
 
-def by_the_book(model: PreTrainedModel, sequences: Sequence[Tensor]) -> dict[Output, Tensor]:
-    """Each sequence alone through transformers' whole model, then softmax."""
+def by_the_book(
+    model: PreTrainedModel, sequences: Sequence[Tensor], *, vocabulary: int | None = None
+) -> dict[Output, Tensor]:
+    """Each sequence alone through transformers' whole model, then softmax over the ids below `vocabulary`."""
     logprobs, entropy, zero = [], [], torch.zeros(1)
     for each in sequences:
-        log_p = (model(input_ids=each[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logits = model(input_ids=each[None], use_cache=False).logits[0, :-1, :vocabulary]
+        log_p = (logits / TEMPERATURE).log_softmax(-1)
         logprobs += [zero, log_p.gather(-1, each[1:, None])[:, 0]]
         entropy += [zero, -(log_p.exp() * log_p).sum(-1)]
     return {Output.LOGPROBS: torch.cat(logprobs), Output.ENTROPY: torch.cat(entropy)}
@@ -100,11 +103,8 @@ def _odd(model_type: str) -> PreTrainedModel:
 
 
 def _outputs_and_gradients(policy: Policy) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
-    tokens = torch.randint(3, 90, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
-    packing = PackedSequences.of(torch.tensor([0, *LENGTHS]).cumsum(0), "cpu")
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    found = policy.eval()(tokens, packing, positions, TEMPERATURE, BOTH)
-    weights = torch.rand(2, len(tokens), generator=torch.Generator().manual_seed(2))
+    found = passed(policy.eval(), drawn(*LENGTHS))
+    weights = torch.rand(2, sum(LENGTHS), generator=torch.Generator().manual_seed(2))
     (found[Output.LOGPROBS] @ weights[0] + found[Output.ENTROPY] @ weights[1]).backward()
     outputs = {output: values.detach() for output, values in found.items()}
     return outputs, {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}

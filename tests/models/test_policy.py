@@ -2,67 +2,29 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
-from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, materialize
-from corerl.models.layouts import PackedPolicy, make_policy
-from corerl.ops.packing import PackedSequences
+from corerl.models.layouts import make_policy
 from corerl.types import Output
 from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config
 from corerl_testing.pool import RankPool
 from tests.models import passes
 
-LENGTHS = [12, 5, 1, 12, 31]
-TEMPERATURE = 0.7
-
-
-def batch() -> tuple[torch.Tensor, PackedSequences, torch.Tensor]:
-    tokens = torch.randint(3, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return tokens, PackedSequences.of(bounds, "cpu"), positions
-
-
-def reference(
-    model: PreTrainedModel, tokens: torch.Tensor, *, vocabulary: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each sequence on its own through transformers' whole model, then softmax by the book."""
-    logprobs, entropy = [], []
-    for part in tokens.split(LENGTHS):
-        log_p = (model(part[None], use_cache=False).logits[0, :-1, :vocabulary] / TEMPERATURE).log_softmax(-1)
-        zero = torch.zeros(1)
-        logprobs.append(torch.cat([zero, log_p.gather(-1, part[1:, None]).squeeze(-1)]))
-        entropy.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]))
-    return torch.cat(logprobs), torch.cat(entropy)
-
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])  # whose head is a matrix, and more than that
 def test_padding_of_the_vocabulary_has_no_probability(model_type: str) -> None:
-    tokens, packing, positions = batch()
-    config = smallest_config(model_type, vocab_size=130, tie_word_embeddings=False)
-    plain = drawn_model(config)
-    policy = make_policy(config, dtype=torch.float32, vocabulary=97)
-    materialize(policy.model, {name: nn.Parameter(param.detach()) for name, param in plain.named_parameters()})
-    got = policy.eval()(tokens, packing, positions, TEMPERATURE, (Output.LOGPROBS, Output.ENTROPY))
-    logprobs, entropy = reference(plain, tokens, vocabulary=97)
-    torch.testing.assert_close(got[Output.LOGPROBS], logprobs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(got[Output.ENTROPY], entropy, rtol=0, atol=1e-5)
-    (got[Output.LOGPROBS].sum() + got[Output.ENTROPY].sum()).backward()
-    (logprobs.sum() + entropy.sum()).backward()
-    found, wanted = (model.get_output_embeddings().weight.grad for model in (policy.model, plain))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
-    assert not found[97:].any()
+    plain = drawn_model(smallest_config(model_type, vocab_size=130, tie_word_embeddings=False))
+    policy, sequences = passes.policy_of(plain, "auto", vocabulary=97), passes.drawn(*passes.LENGTHS)
+    got, wanted = passes.passed(policy, sequences), passes.by_the_book(plain, sequences, vocabulary=97)
+    passes.assert_same(policy, got, dict(plain.named_parameters()), wanted)
+    assert not policy.model.get_output_embeddings().weight.grad[97:].any()
 
 
 def test_values_are_refused() -> None:
-    policy = PackedPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention=PACKED))
-    tokens, packing, positions = batch()
+    policy = passes.policy_of(drawn_model(tiny_config("qwen3")), "packed")
     with pytest.raises(ModelError, match="a policy cannot compute values"):
-        policy(tokens, packing, positions, 1.0, (Output.VALUES,))
+        passes.passed(policy, passes.drawn(8), (Output.VALUES,))
 
 
 @pytest.mark.parametrize("layout", ["packed", "whole"])

@@ -53,6 +53,18 @@ def qkv(tokens: int, kv_heads: int, device: str, dtype: torch.dtype) -> list[tor
     ]
 
 
+def assert_near(got: torch.Tensor, inputs: list[torch.Tensor], wanted: torch.Tensor, exact: list[torch.Tensor]) -> None:
+    """Compare outputs, and gradients in `inputs` with those in `exact`, in float32 or on a GPU in bfloat16."""
+    close = 0.01 if got.dtype is torch.bfloat16 else 1e-5
+    assert float((got.float() - wanted).detach().norm() / wanted.detach().norm()) < close
+    direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(got.device)
+    right = torch.autograd.grad(wanted, exact, direction)
+    most = max(float(each.norm()) for each in right)
+    for mine, theirs in zip(torch.autograd.grad(got, inputs, direction.to(got.dtype)), right, strict=True):
+        # With a window of 1 and no sink all gradients of queries and keys are 0.
+        assert float((mine.float() - theirs).norm()) < 2 * close * max(float(theirs.norm()), 1e-2 * most)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -63,11 +75,7 @@ def test_packed_attention_and_its_gradients_are_those_of_a_block_mask(layout: st
     got = packed_attention(*inputs, PackedSequences.of(bounds, device), 0.3)
     wanted = by_the_book(*inputs, lengths, 0.3)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-    direction = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    for mine, theirs in zip(
-        torch.autograd.grad(got, inputs, direction), torch.autograd.grad(wanted, inputs, direction), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
+    assert_near(got, inputs, wanted, inputs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,14 +100,7 @@ def test_windows_softcaps_and_sinks_are_those_of_a_block_mask(
     packing = PackedSequences.of(np.concatenate([[0], np.cumsum(lengths)]), device)
     got = packed_attention(*inputs[:3], packing, 0.3, **mine)
     wanted = by_the_book(*exact[:3], lengths, 0.3, **theirs)
-    close = 0.01 if device == "cuda" else 1e-5
-    assert float((got.float() - wanted).detach().norm() / wanted.detach().norm()) < close
-    direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    right = torch.autograd.grad(wanted, exact, direction)
-    most = max(float(each.norm()) for each in right)
-    for found, each in zip(torch.autograd.grad(got, inputs, direction.to(dtype)), right, strict=True):
-        # With a window of 1 and no sink all gradients of queries and keys are 0.
-        assert float((found.float() - each).norm()) < 2 * close * max(float(each.norm()), 1e-2 * most)
+    assert_near(got, inputs, wanted, exact)
 
 
 SEQUENCES, SHARED = [20, 23, 9, 9, 7, 30], [0, 12, 9, 9, 0, 5]  # two levels, a beginning, and that once more
@@ -133,13 +134,7 @@ def test_a_token_of_a_tree_sees_its_own_path(
     exact = [x.detach().float().requires_grad_() for x in inputs]
     got = packed_attention(*inputs, packing, 0.3, window=window)
     wanted = scored(*exact, on_paths(packing, window), 0.3)
-    close = 0.01 if device == "cuda" else 1e-5
-    assert float((got.float() - wanted).detach().norm() / wanted.detach().norm()) < close
-    direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    right = torch.autograd.grad(wanted, exact, direction)
-    most = max(float(each.norm()) for each in right)
-    for mine, theirs in zip(torch.autograd.grad(got, inputs, direction.to(got.dtype)), right, strict=True):
-        assert float((mine.float() - theirs).norm()) < 2 * close * max(float(theirs.norm()), 1e-2 * most)
+    assert_near(got, inputs, wanted, exact)
 
 
 def test_a_softcap_with_sinks_is_refused() -> None:

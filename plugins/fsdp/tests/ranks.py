@@ -19,12 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from corerl.backend import adamw
-from corerl.config import RoleConfig
 from corerl.errors import HookFailed
 from corerl.memory import resident_bytes
-from corerl.plugin import BackendSpec, Context
-from corerl.types import Array, MemoryKind, Output, ParallelLayout, TrainResult, UpdateResult
+from corerl.plugin import BackendSpec
+from corerl.types import Array, MemoryKind, Output, TrainResult, UpdateResult
 from corerl.weights import Chunk, TensorSource, WeightSender, is_adapter
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
@@ -39,6 +37,7 @@ from corerl_testing import (
     step_at,
     train,
 )
+from corerl_testing.harness import parts_of_step
 
 T = TypeVar("T")
 KINDS = list(MemoryKind)
@@ -66,17 +65,6 @@ class GathersTheWholeModel(FsdpBackend):
         result = super().update_weights(sender, version, adapters)
         del whole
         return result
-
-
-class StepsFused(FsdpBackend):
-    """As on GPUs."""
-
-    spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:StepsFused")
-
-    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        layout = super().build(config, context)
-        self.optimizer = adamw(self.shards.params, self.shards.shapes, config.train.optimizer, fused=True)
-        return layout
 
 
 def rotary_dtypes(setup: Setup) -> set[torch.dtype]:
@@ -209,6 +197,19 @@ def reductions_in_one_buffer(setup: Setup) -> tuple[int, int]:
         return units * micro_batches, found.count
 
 
+def reductions_of_two_calls(setup: Setup) -> tuple[int, list[int], list[int]]:
+    """On one rank: units, and of each of two calls that add gradients to one step its micro-batches and reductions."""
+    with running(setup) as worker:
+        units = sum(isinstance(module, FSDPModule) for module in worker.backend.policy.modules())
+        micro_batches, reductions = [], []
+        for batch in reversed(parts_of_step(worker, setup, samples_at(0), 2, unit=1.0)[0]):
+            micro_batches.append(batch.count)
+            with CopiesToThemselves() as found:
+                worker.add_gradients(batch, setup.loss, last=False)
+            reductions.append(found.count)
+        return units, micro_batches, reductions
+
+
 def with_two_buffers(scenario: Callable[..., T], *arguments: Any) -> T:
     """Go through a scenario with torch's own reductions on one rank."""
     with mock.patch.object(FSDPModule, "set_custom_reduce_scatter"):
@@ -224,6 +225,11 @@ def traced(scenario: Callable[..., T], *arguments: Any) -> T:
         found = scenario(*arguments)
     torch._dynamo.reset()
     return found
+
+
+def step_of_a_resumed_run(setup: Setup, directory: str, number: int) -> TrainResult:
+    with running(setup, resume=directory) as worker:
+        return train(worker, setup, number)
 
 
 def overflow_and_go_on(setup: Setup, directory: str, resume: bool) -> list[TrainResult]:

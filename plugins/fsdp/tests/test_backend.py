@@ -27,15 +27,6 @@ def test_ranks_that_hold_nothing_train_save_and_resume(runs: Runs, tmp_path: Pat
     assert different(resumed.state, uninterrupted.state) == []
 
 
-def test_layers_that_stay_gathered_train_the_same(runs: Runs) -> None:
-    found, wanted = (
-        runs.train(2, evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": reshard}), range(3))
-        for reshard in (False, True)
-    )
-    assert found.losses == wanted.losses
-    assert different(found.state, wanted.state) == []
-
-
 @pytest.mark.parametrize(
     ("family", "wanted"), [("olmo2", {torch.float32}), ("qwen3", {torch.bfloat16})], ids=["olmo2", "qwen3"]
 )

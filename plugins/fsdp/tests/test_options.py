@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config import ClusterInfo
+from corerl.config import ClusterInfo, TrainConfig
+from corerl.kinds import MemoryKind, ModelSize
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.memory import memory
 from corerl_fsdp.spec import check
 from corerl_testing import (
     BFLOAT16_GRAD_NORM,
@@ -38,7 +40,12 @@ def with_options(setup: Setup, options: Mapping[str, Any], **train_fields: Any) 
 
 @pytest.mark.parametrize(
     ("options", "train_fields"),
-    [({}, {"recompute": "full"}), ({"offload": "optimizer"}, {}), ({"offload": "parameters"}, {})],
+    [
+        ({}, {"recompute": "full"}),
+        ({"offload": "optimizer"}, {}),
+        ({"offload": "parameters"}, {}),
+        ({"reshard_after_forward": True}, {}),
+    ],
     ids=str,
 )
 def test_where_only_memory_changes_no_bit_of_a_run_does(
@@ -98,6 +105,26 @@ def test_gradients_travel_as_often_as_the_option_says(
         }
 
 
+@pytest.mark.parametrize(
+    ("options", "ranks", "streamed", "gathered", "gradients"),
+    [
+        ({}, 2, False, 100 + 20 + 30 + 1, (100 + 20 + 30 + 1 + 1) // 2),
+        ({"reshard_after_forward": True, "sync": "last"}, 2, False, 30 + 1 + 2 * 60, 151),
+        ({"sync": "last"}, 2, True, 151, 151 + 76),  # what earlier calls have left is sharded
+        ({}, 1, True, 151, 151),
+        ({"shard_size": 1}, 2, True, 151, 151 + 151),
+        ({"shard_size": 2}, 4, True, 151, 76 + 76),
+    ],
+)
+def test_a_forecast_counts_what_is_gathered_and_added_up(
+    options: Mapping[str, Any], ranks: int, streamed: bool, gathered: int, gradients: int
+) -> None:
+    size = ModelSize(layers=(40, 60), experts=(0, 0), embedding=20, head=30, rest=1, hidden=2)
+    cluster = ClusterInfo(device="cuda", ranks=ranks, train=TrainConfig(precision="bfloat16"), streamed=streamed)
+    found = memory(FsdpConfig(**options), cluster, size)
+    assert (found.gathered, found.kinds[MemoryKind.GRAD]) == (2 * gathered, 4 * gradients)
+
+
 # ---- float16 ---------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +151,8 @@ def test_an_overflow_is_skipped_everywhere_and_a_checkpoint_remembers_it(
         assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
     for results, after_resume in zip(at_once, resumed, strict=True):
         assert after_resume[2:] == results[2:]
+    (on_one_rank,) = runs.rank_sets[1].run(ranks.step_of_a_resumed_run, setup, str(tmp_path / "actor"), 2)
+    assert (on_one_rank.applied, on_one_rank.metrics["loss_scale"].total) == (True, 2.0**15)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

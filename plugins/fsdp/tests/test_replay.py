@@ -1,15 +1,14 @@
-"""Routing replay and balancing where layers are computed again in the backward pass, and where they are compiled."""
+"""Routing replay where layers are computed again in the backward pass, and where they are compiled."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from attrs import evolve
 
-from corerl_testing import PACKINGS, WHOLE, Runs, assert_balances, assert_replays
+from corerl_testing import Runs, assert_replays
 from corerl_testing.scenarios import training
 from plugins.fsdp.tests import ranks
 
@@ -26,24 +25,3 @@ def test_recomputed_layers_go_through_the_experts_that_they_were_told(
     setup = evolve(setup, options={"compile": compiled}, train=evolve(setup.train, recompute="full"))
     run = partial(runs.rank_sets[world_size].run, ranks.traced, training.replay_experts, setup)
     assert_replays(Path(setup.model), lambda samples: run(samples, 0.02))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("options", "layout", "world_size"),
-    [
-        ({}, "packed", 2),
-        ({}, "whole", 2),
-        ({"sync": "last", "shard_size": 1}, "packed", 2),
-        ({"compile": True}, "packed", 1),
-    ],
-    ids=["packed", "whole", "replicas", "compiled"],
-)
-def test_recomputed_layers_are_balanced_as_in_transformers(
-    runs: Runs, options: dict[str, Any], layout: Any, world_size: int
-) -> None:
-    setup = runs.setup("fsdp", "qwen3-moe", PACKINGS["one by one"] if world_size > 1 else WHOLE)
-    setup = evolve(setup, options={"compile": False, **options})
-    setup = evolve(setup, train=evolve(setup.train, recompute="full", layout=layout))
-    run = partial(runs.rank_sets[world_size].run, ranks.traced, training.first_step)
-    assert_balances(Path(setup.model), setup, run, [range(6)] if world_size == 1 else None)

@@ -26,18 +26,10 @@ from corerl_testing import (
 )
 from corerl_testing.scenarios import training
 from plugins.megatron.tests import ranks
+from plugins.megatron.tests.test_families import CP2, EP2, PP2, WHOLE_EXPERTS
 
 COEF = 0.5
-SPLIT = {
-    "cp2": {"context_parallel": 2},
-    "pp2": {"pipeline_parallel": 2},
-    "tp2 sp etp1 ep2": {
-        "tensor_parallel": 2,
-        "sequence_parallel": True,
-        "expert_parallel": 2,
-        "expert_tensor_parallel": 1,
-    },
-}
+SPLIT: Mapping[str, Mapping[str, Any]] = {"cp2": CP2, "pp2": PP2, "tp2 sp etp1 ep2": {**WHOLE_EXPERTS, **EP2}}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +78,7 @@ def test_it_trains_alike_however_a_micro_batch_is_split(runs: Runs, layout: str)
 
 
 def test_it_trains_alike_with_experts_spread_over_the_ranks(runs: Runs) -> None:
-    assert_same(runs, 2, {"expert_parallel": 2}, 2, {})
+    assert_same(runs, 2, EP2, 2, {})
 
 
 def test_a_part_of_a_step_is_refused(runs: Runs, rank_pool: RankPool) -> None:

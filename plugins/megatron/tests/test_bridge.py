@@ -33,10 +33,10 @@ from corerl_testing import (
 )
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.bridge import EXPERT, HF, LAYER, MAPPINGS, Whole, provider_of
+from plugins.megatron.tests.test_families import SP2
 
 FIELDS = tiny_fields("glm4-moe")  # a dense layer, and one of experts with a shared one and a bias in a buffer
 STEPS = 2
-SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize(

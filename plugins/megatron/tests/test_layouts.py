@@ -26,45 +26,30 @@ from corerl_testing import (
     tiny_fields,
 )
 from plugins.megatron.tests import ranks
+from plugins.megatron.tests.test_families import CP2, EP2, PP2, SP2, TP2, WHOLE_EXPERTS
 
 STEPS = 2  # what is wrong with a layout is so in its first step
-TWO = {
-    "tp2 sp": {"tensor_parallel": 2, "sequence_parallel": True},
-    "pp2 vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
-}
-FOUR = {
-    "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
-    "pp2 cp2": {"pipeline_parallel": 2, "context_parallel": 2},
-    "tp2 sp cp2": {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2},
-}
+TWO = {"tp2 sp": SP2, "pp2 vpp2": {**PP2, "virtual_pipeline": 2}}
+FOUR = {"tp2 pp2": {**TP2, **PP2}, "pp2 cp2": {**PP2, **CP2}, "tp2 sp cp2": {**SP2, **CP2}}
 EXPERTS = {
-    "ep2": {"expert_parallel": 2},
-    "tp2 sp etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
-    "tp2 sp, experts cut too": {"tensor_parallel": 2, "sequence_parallel": True},
+    "ep2": EP2,
+    "tp2 sp etp1": WHOLE_EXPERTS,
+    "tp2 sp, experts cut too": SP2,
     "experts cut over ranks that read different samples": {"expert_tensor_parallel": 2},
-    "tp2 sp ep2 etp1": {
-        "tensor_parallel": 2,
-        "sequence_parallel": True,
-        "expert_parallel": 2,
-        "expert_tensor_parallel": 1,
-    },
+    "tp2 sp ep2 etp1": {**WHOLE_EXPERTS, **EP2},
 }
 ONCE, MLP, WHOLE = (1, 1), (1, 2), (2, 2)  # how often a layer runs for a micro-batch, and its MLP
-RECOMPUTED = {
-    "tp2 sp": ("qwen3-tied", {"tensor_parallel": 2, "sequence_parallel": True}, [WHOLE] * 2),
+RECOMPUTED: Mapping[str, tuple[str, Mapping[str, Any], list[tuple[int, int]]]] = {
+    "tp2 sp": ("qwen3-tied", SP2, [WHOLE] * 2),
     "pp2, one of two layers": (
         f"qwen3-tied{DEEP}",
-        {"pipeline_parallel": 2, "recompute_method": "block", "recompute_layers": 1},
+        {**PP2, "recompute_method": "block", "recompute_layers": 1},
         [WHOLE, ONCE],
     ),
-    "cp2, in pairs": (f"qwen3-tied{DEEP}", {"context_parallel": 2, "recompute_layers": 2}, [WHOLE] * 4),
-    "pp2 vpp2, MLPs": (
-        f"qwen3-tied{DEEP}",
-        {"pipeline_parallel": 2, "virtual_pipeline": 2, "recompute": "mlp"},
-        [MLP] * 2,
-    ),
-    "ep2, experts": ("qwen3-moe", {"expert_parallel": 2, "recompute": "mlp"}, [MLP] * 2),
-    "ep2, a bias in each router": ("glm4-moe", {"expert_parallel": 2}, [WHOLE] * 2),
+    "cp2, in pairs": (f"qwen3-tied{DEEP}", {**CP2, "recompute_layers": 2}, [WHOLE] * 4),
+    "pp2 vpp2, MLPs": (f"qwen3-tied{DEEP}", {**PP2, "virtual_pipeline": 2, "recompute": "mlp"}, [MLP] * 2),
+    "ep2, experts": ("qwen3-moe", {**EP2, "recompute": "mlp"}, [MLP] * 2),
+    "ep2, a bias in each router": ("glm4-moe", EP2, [WHOLE] * 2),
 }
 
 
@@ -107,9 +92,7 @@ def test_experts_on_two_ranks_train_as_the_plain_backend_does(runs: Runs, layout
 
 
 def test_experts_that_are_cut_and_spread_train_as_plain(runs_of_four: Runs) -> None:
-    assert_trains_as_plain(
-        runs_of_four, 4, "qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
-    )
+    assert_trains_as_plain(runs_of_four, 4, "qwen3-moe", {**SP2, **EP2})
 
 
 @pytest.mark.parametrize("layout", FOUR)
@@ -121,7 +104,7 @@ def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: 
     ("layout", "loss"), [("cp2", "gspo"), ("tp2 sp", "gspo"), ("pp2 vpp2", "gspo"), ("cp2", "gspo_token")]
 )
 def test_ranks_that_share_a_sample_have_its_whole_ratio(runs: Runs, layout: str, loss: str) -> None:
-    options = {**TWO, "cp2": {"context_parallel": 2}}[layout]
+    options = {**TWO, "cp2": CP2}[layout]
     kind = kind_for("qwen3-tied", options)
     clipping = LossSpec(name=f"corerl_algorithms.gspo:{loss}", params={"clip_low": 0.02, "clip_high": 0.02})
     reports = runs.rank_sets[2].run(ranks.steps_on, evolve(runs.setup("megatron", kind), options=options), clipping, 2)
@@ -146,7 +129,7 @@ def test_a_stage_without_experts_trains_beside_one_that_has_some(runs_of_four: R
 
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2"])
 def test_a_critic_on_two_ranks_trains_as_plain(runs: Runs, layout: str) -> None:
-    assert_trains_as_plain(runs, 2, "qwen3", {**TWO, "cp2": {"context_parallel": 2}}[layout], value_head=True)
+    assert_trains_as_plain(runs, 2, "qwen3", {**TWO, "cp2": CP2}[layout], value_head=True)
 
 
 @pytest.mark.parametrize("case", RECOMPUTED)

@@ -40,17 +40,12 @@ from corerl_testing import (
 )
 from corerl_testing.scenarios import updates
 from plugins.megatron.tests import ranks
-from plugins.megatron.tests.test_families import drawn
+from plugins.megatron.tests.test_families import CP2, EP2, PP2, SP2, TP2, drawn
 
 STEPS = 3  # in the first, one of a pair of adapters has no gradient
 OF_ONE = 3e-4  # L2 relative, of one tensor: gradients of several steps may nearly cancel in its first moment
 ADAPTERS = LoraConfig(rank=4, alpha=8.0).settled({})
 WHOLE = {"distributed_optimizer": False}
-TP2 = {"tensor_parallel": 2}
-SP2 = {**TP2, "sequence_parallel": True}
-PP2 = {"pipeline_parallel": 2}
-CP2 = {"context_parallel": 2}
-EP2 = {"expert_parallel": 2}
 ETP1 = {**SP2, "expert_tensor_parallel": 1}
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # ranks and options
     "one": (1, {}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "ep4": {"expert_parallel": 4},
     "tp2 sp ep2 etp1": {**TP2, "expert_parallel": 2, "expert_tensor_parallel": 1},
 }
-
-
-DENSE_ALONE = pytest.mark.parametrize("layout", DENSE, indirect=True, scope="module")
 
 
 def of_kinds(dense: str) -> pytest.MarkDecorator:
@@ -68,19 +65,17 @@ def subject(layout: str, runs_on_gpus: Runs, tmp_path: Path) -> Subject:
     )
 
 
-@DENSE_ALONE
-def test_sleep_gives_back_what_init_and_training_took(subject: Subject) -> None:
-    test_gpu.test_sleep_frees_most_of_the_memory_that_training_took(subject)
-
-
-@DENSE_ALONE
-def test_ten_rounds_of_sleep_lose_no_bit_and_no_memory(subject: Subject) -> None:
-    test_gpu.test_ten_rounds_of_sleep_lose_no_bit_and_no_memory(subject)
-
-
-@DENSE_ALONE
-def test_to_sleep_or_to_wake_twice_does_nothing(subject: Subject) -> None:
-    test_gpu.test_to_sleep_or_to_wake_twice_does_nothing(subject)
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_gpu.test_sleep_frees_most_of_the_memory_that_training_took,
+        test_gpu.test_ten_rounds_of_sleep_lose_no_bit_and_no_memory,
+        test_gpu.test_to_sleep_or_to_wake_twice_does_nothing,
+    ],
+)
+@pytest.mark.parametrize("layout", DENSE, indirect=True, scope="module")
+def test_sleep_passes_the_suites_checks(subject: Subject, check: Callable[[Subject], None]) -> None:
+    check(subject)
 
 
 @of_kinds("qwen3-tied")

@@ -31,16 +31,15 @@ from corerl_testing import (
     token_mean,
 )
 from corerl_testing.scenarios import training
+from plugins.megatron.tests.test_families import CP2, EP2, PP2, SP2
 
-PP2 = {"pipeline_parallel": 2}
 SPLIT_EXPERTS = {"expert_parallel": 2, "expert_tensor_parallel": 1}
-SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "pp2": (2, PP2),
     "pp2 vpp2": (2, {**PP2, "virtual_pipeline": 2}),
-    "ep2": (2, {"expert_parallel": 2}),
-    "cp2": (2, {"context_parallel": 2}),
+    "ep2": (2, EP2),
+    "cp2": (2, CP2),
     "tp2 sp ep2 etp1": (2, {**SP2, **SPLIT_EXPERTS}),
 }
 CASES = [(layout, recompute) for layout in LAYOUTS for recompute in ("none", "full")]

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import struct
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from corerl.config import DataConfig
 from corerl.data import Refused, load_prompts
 from corerl.errors import DataError
 from corerl.models import load_tokenizer
-from corerl_vision.files import file_of, pixels_of
+from corerl_vision.files import file_of, opened, pixels_of
 from corerl_vision.reader import VisionReader
 from corerl_vision.spec import VisionOptions
 from plugins.vision.tests.test_processor import model_of
@@ -104,6 +105,17 @@ def test_other_modes_become_rgb(mode: str) -> None:
     stored = halves().convert(mode)
     kind = {"CMYK": "TIFF", "YCbCr": "TIFF"}.get(mode, "PNG")
     np.testing.assert_array_equal(shown(saved(stored, kind)), np.asarray(stored.convert("RGB")))
+
+
+def test_pictures_that_are_read_at_once_hide_no_later_warning() -> None:
+    file = file_of(saved(halves()), root="", max_bytes=1e6, max_pixels=1e6)
+    first, second = opened(file), opened(file)  # by two threads
+    for opening in (first, second):
+        opening.__enter__()
+    for closing in (first, second):
+        closing.__exit__(None, None, None)
+    with pytest.raises(UserWarning, match="later"):  # as all of them are errors in tests
+        warnings.warn("later", stacklevel=1)
 
 
 REFUSED: list[tuple[Any, str]] = [

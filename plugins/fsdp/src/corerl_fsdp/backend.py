@@ -70,13 +70,14 @@ class FsdpBackend(Backend):
     def forward_backward(
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
+        adds = any(param.grad is not None for param in self.shards.trained)
         return forward_backward(
             self.policy,
             batch,
             loss,
             outputs,
             dp_size=self.layout.dp_size,
-            reduce_once=self.config.options.reduces_once(self.layout.dp_size),
+            reduce_once=self.config.options.reduces_once(self.layout.dp_size, adds=adds),
             keep_gathered=self.keep_gathered,
             loss_scale=self.scale,
             aux_loss_coef=self.config.train.aux_loss_coef,

@@ -28,7 +28,7 @@ class FsdpConfig:
     sync: Literal["auto", "every", "last"] = option(
         "micro-batches after which gradients are reduced: every one; or only the last, with fewer transfers but a "
         "full float32 gradient on each rank. auto: the last where a shard is one rank's, which has all of it anyway, "
-        "unless it is offloaded with the parameters",
+        "unless it is offloaded with the parameters, or one rank's streamed step has left some already",
         default="auto",
     )
     offload: Literal["none", "optimizer", "parameters"] = option(
@@ -54,8 +54,10 @@ class FsdpConfig:
             return not self.reshard_after_forward
         return self.offload != "parameters" and elements * itemsize <= KEPT
 
-    def reduces_once(self, ranks: int) -> bool:
-        """Whether gradients of all micro-batches are added up on each rank before they are reduced over `ranks`."""
+    def reduces_once(self, ranks: int, *, adds: bool = False) -> bool:
+        """Whether gradients of all micro-batches are added up on each rank before they are reduced over `ranks`.
+        `adds`: an earlier call of the step has left reduced gradients, besides which one rank's others would take as
+        much memory again. Replicas take that anyway, since theirs wait for the all-reduce of the last micro-batch."""
         if self.sync != "auto":
             return self.sync == "last"
-        return self.offload != "parameters" and (self.shard_size or ranks) == 1
+        return self.offload != "parameters" and (self.shard_size or ranks) == 1 and not (adds and ranks == 1)

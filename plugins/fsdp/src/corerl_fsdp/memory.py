@@ -22,8 +22,11 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
     if not size.head:
         root += size.embedding
     masters = 0 if cluster.frozen else FLOAT32 * share
-    gradients = FLOAT32 * (size.trained if config.reduces_once(cluster.ranks) else share)
-    kept = config.keeps_gathered(size.total + size.adapters, half)
+    once = config.reduces_once(cluster.ranks, adds=cluster.streamed)
+    gradients = FLOAT32 * (size.trained if once else share)
+    if cluster.streamed and (once or shards < cluster.ranks):
+        gradients += FLOAT32 * share  # of earlier calls, beside those that wait for the last micro-batch
+    whole = size.total + size.adapters
     moved = size.adapters // max(1, len(size.layers)) if size.adapters else layer
     return RankMemory(
         kinds={
@@ -32,7 +35,7 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
             MemoryKind.OPTIMIZER: 2 * FLOAT32 * share if config.offload == "none" else 0,
         },
         gradients_grow=True,
-        gathered=half * (root + (sum(size.layers) if kept else 2 * layer)),
+        gathered=half * (whole if config.keeps_gathered(whole, half) else root + 2 * layer),
         # The root's gradients wait for the end of the backward pass.
         reducing=half * ((0 if size.adapters else root) + moved) + FLOAT32 * moved,
         fused=config.compile is True

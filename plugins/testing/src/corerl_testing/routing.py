@@ -76,26 +76,21 @@ class Balanced:
 
 
 @reference
-def with_aux_loss(
-    directory: Path, samples: SampleBatch, micro_batches: Sequence[Sequence[int]], *, coef: float
-) -> Balanced:
-    """The loss that transformers itself computes of padded rows with labels and router logits, by autograd in float64:
-    of each micro-batch, whose likelihood counts by its loss tokens, and its balancing loss by its tokens."""
+def with_aux_loss(directory: Path, samples: SampleBatch, *, coef: float) -> Balanced:
+    """The loss that transformers itself computes with labels and router logits, by autograd in float64: of each sample,
+    whose likelihood counts by its loss tokens, and its balancing loss by its tokens."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, experts_implementation="eager", trust_remote_code=False
     ).eval()
     model.router_aux_loss_coef = coef
     mask, loss, aux = samples.columns["loss_mask"], 0.0, 0.0
-    for members in micro_batches:
-        part = samples.take_rows(np.array(members))
-        rows, longest = part.lengths, int(part.lengths.max())
-        real = torch.arange(longest) < torch.tensor(rows)[:, None]
-        tokens, labels = torch.zeros(real.shape, dtype=torch.long), torch.full(real.shape, -100)
-        tokens[real] = torch.tensor(part.tokens)
-        labels[real] = torch.tensor(np.where(part.columns["loss_mask"], part.tokens, -100))
-        found = model(input_ids=tokens, attention_mask=real.long(), labels=labels, output_router_logits=True)
+    for sample in range(len(samples)):
+        part = samples.take_rows(np.array([sample]))
+        tokens = torch.tensor(part.tokens)[None]
+        labels = torch.tensor(np.where(part.columns["loss_mask"], part.tokens, -100))[None]
+        found = model(input_ids=tokens, labels=labels, output_router_logits=True)
         likelihood = (found.loss - coef * found.aux_loss) * (part.columns["loss_mask"].sum() / mask.sum())
-        share = float(rows.sum() / len(samples.tokens))
+        share = len(part.tokens) / len(samples.tokens)
         (likelihood + coef * share * found.aux_loss).backward()
         loss, aux = loss + likelihood.item(), aux + share * found.aux_loss.item()
     grads = dict(_grads(model))
@@ -107,16 +102,13 @@ def with_aux_loss(
     )
 
 
-def assert_balances(
-    directory: Path, setup: Setup, train: Callable[[Setup, SampleBatch], Sequence[Trained]], micro_batches: Any = None
-) -> None:
+def assert_balances(directory: Path, setup: Setup, train: Callable[[Setup, SampleBatch], Sequence[Trained]]) -> None:
     """Check `train`, which takes a first step with this setup and returns all ranks' reports, with a balancing loss and
-    without. `micro_batches` are the samples of each one; each sample is one if they are not given."""
+    without. Each sample is a micro-batch."""
     samples = evolve(make_samples(8, samples=6), temperature=1.0)
-    members = micro_batches or [[sample] for sample in range(len(samples))]
-    plain = with_aux_loss(directory, samples, members, coef=0.0)
+    plain = with_aux_loss(directory, samples, coef=0.0)
     for coef, tolerance in ((BALANCE, BALANCED_ROUTER_GRADS), (0.0, ROUTER_GRADS)):
-        wanted = with_aux_loss(directory, samples, members, coef=coef)
+        wanted = with_aux_loss(directory, samples, coef=coef)
         ranks = train(evolve(setup, train=evolve(setup.train, aux_loss_coef=coef)), samples)
         results = [rank.results[0] for rank in ranks]
         when = f"with aux_loss_coef = {coef:g}, against transformers' own,"

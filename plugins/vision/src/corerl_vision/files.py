@@ -75,14 +75,14 @@ def file_of(cell: Any, *, root: str, max_bytes: float, max_pixels: float) -> Fil
             f"{file.name} has {size / 1e6:.1f} MB, at most {max_bytes / 1e6:g} are read; raise "
             "pictures.vision.max_megabytes, or reduce it",
         )
-    with _opened(file) as image:
+    with opened(file) as image:
         _require_showable(image, file.name, max_pixels)
     return file
 
 
 def pixels_of(file: File) -> Array:
     """[H, W, 3] uint8: upright, over white where it is transparent, 16 bits scaled to 8. Raises Refused."""
-    with _opened(file) as image:
+    with opened(file) as image:
         image.load()
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):  # 16 bits, which convert() would clip
@@ -132,14 +132,15 @@ def _decoded(uri: str) -> bytes:
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[Image.Image]:
+def opened(file: File) -> Iterator[Image.Image]:
     """Whatever fails in the block is the file's fault."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large pictures, and of wrong fields that do not matter
-            source = io.BytesIO(file.content) if isinstance(file.content, bytes) else file.content
-            with Image.open(source, formats=FORMATS) as image:
-                yield image
+        # Of large pictures, and of wrong fields that do not matter. For good, since threads that restored filters in
+        # turns would hide every later warning of the process.
+        warnings.filterwarnings("ignore", module="PIL")
+        source = io.BytesIO(file.content) if isinstance(file.content, bytes) else file.content
+        with Image.open(source, formats=FORMATS) as image:
+            yield image
     except Refused:
         raise
     except Image.DecompressionBombError as error:  # by the header
