@@ -48,6 +48,7 @@ class RankRecovery:
     engines: Engines | None
     saves: Saves
     start: Start
+    trains: bool = True  # else no step depends on what ranks have lost, and none is repeated
 
     _used: int = field(default=0, init=False)  # restarts since the last step that was not done before
     _furthest: int = field(default=0, init=False)  # the most steps that were ever done
@@ -105,7 +106,7 @@ class RankRecovery:
 
     def _replayed(self, point: RestartPoint) -> str:
         first, last = point.step, self.groups.step - 1  # a checkpoint of step 2 has steps 0 and 1
-        if first > last:
+        if first > last or not self.trains:
             return ""
         return f"; replaying step {last}" if first == last else f"; replaying steps {first}-{last}"
 

@@ -281,7 +281,10 @@ class Run:
         return self.recovery.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
-        """Go on from a checkpoint, with which the ranks have restarted."""
+        """Go on from a checkpoint, with which the ranks have restarted. A run that only samples has but its weights, and
+        goes on where it is."""
+        if not self.plan.run.trains:
+            point = evolve(point, state=self._driver_part().state)
         self.sampling.source.close()
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))

@@ -95,8 +95,10 @@ def make(**parts: Any) -> Case:
     """`asked` is called where extensions are asked for places."""
     saves: Any = SimpleNamespace(disk=parts.pop("checkpoints", Saves()), memory=parts.pop("memory", None))
     start, ears = parts.pop("start", SimpleNamespace(resume=None, state={})), Ears()
+    trains = parts.pop("trains", True)
     groups: Any = Groups(progress=progress(ears), **parts)
-    return Case(RankRecovery(groups=groups, engines=groups, start=start, saves=saves), groups, ears)
+    recovery = RankRecovery(groups=groups, engines=groups, start=start, saves=saves, trains=trains)
+    return Case(recovery, groups, ears)
 
 
 def test_restarts_without_a_new_step_are_limited() -> None:
@@ -117,6 +119,12 @@ def test_restarts_without_a_new_step_are_limited() -> None:
     case.dies("five")
     with pytest.raises(WorkerDied, match="six"):
         case.dies("six")
+
+
+def test_a_run_that_only_samples_repeats_no_step() -> None:
+    case = make(step=3, trains=False)
+    case.dies("it")
+    assert told(case.ears) == ["it; restarting all ranks from the initial weights"]
 
 
 def test_where_extensions_find_no_places_the_death_is_the_error() -> None:
