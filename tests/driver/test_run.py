@@ -485,6 +485,17 @@ class Stop:
         self.requested = requested
 
 
+@pytest.mark.parametrize(("mode", "stops_at"), [("train", [3, 6]), ("rollout-only", [1, 2, 3, 4, 5, 6])])
+def test_only_a_run_that_can_resume_goes_on_to_where_it_can(
+    make_run: Callable[..., Run], mode: str, stops_at: list[int]
+) -> None:
+    run = make_run(make_config(run={"mode": mode}, weights={"every": 3}), stop=Stop(True))
+    found = []
+    for run.progress.steps_done in range(1, 7):
+        found += [run.progress.steps_done] if run.stopping else []
+    assert found == stops_at
+
+
 def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:
     for last_step, log in ((4, [("start 5", False), ("complete", True)]), (5, [("complete", True)])):
         saves, source = Files(last_step), Source()
