@@ -70,7 +70,8 @@ class RankRecovery:
             except WorkerDied as error:
                 died.append(error)
             except CheckpointError as unusable:  # such as of a directory that somebody has removed
-                raise type(unusable)(f"{died[-1].message}; ranks cannot restart: {unusable.message}") from unusable
+                unusable.args = (f"{died[-1].message}; ranks cannot restart: {unusable.message}",)
+                raise
             except InsufficientResources as refused:
                 raise refused.with_cause(died[-1]) from refused
 
@@ -83,10 +84,10 @@ class RankRecovery:
         if not ended or self.groups.stop.requested:
             raise error
         if self._used >= (allowed := self.groups.roles[ACTOR].train.restarts):
-            if not allowed:
-                raise error
-            times = f"{self._used} restart{'s' * (self._used > 1)} without a new step (train.restarts)"
-            raise WorkerDied(f"{error.message}; gave up after {times}") from error
+            if allowed:
+                times = f"{self._used} restart{'s' * (self._used > 1)} without a new step (train.restarts)"
+                error.args = (f"{error.message}; gave up after {times}",)
+            raise error
 
     def _restart(self, error: WorkerDied) -> RestartPoint:
         groups, progress = self.groups, self.groups.progress

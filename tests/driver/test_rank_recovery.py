@@ -13,7 +13,7 @@ from attrs import define, field
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.driver.rank_recovery import RankRecovery, RestartPoint
-from corerl.errors import CheckpointError, InsufficientResources, SaveFailed, WorkerDied
+from corerl.errors import CheckpointDamaged, CheckpointError, InsufficientResources, SaveFailed, WorkerDied
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
 
@@ -107,8 +107,10 @@ def test_restarts_without_a_new_step_are_limited() -> None:
     assert case.groups.log == ["given up", "end", "start from None"]
     assert case.points == [RestartPoint(checkpoint=None, state={})]
     case.dies("two")
-    with pytest.raises(WorkerDied, match=r"^three; gave up after 2 restarts without a new step \(train.restarts\)$"):
-        case.dies("three")
+    gave_up = r"^three; gave up after 2 restarts without a new step \(train.restarts\)$"
+    with pytest.raises(WorkerDied, match=gave_up) as caught:
+        case.dies("three", "the traceback")
+    assert caught.value.details == "the traceback"
     assert told(case.ears) == [
         f"{cause}; restarting all ranks from the initial weights; replaying steps 0-2" for cause in ("one", "two")
     ]
@@ -169,11 +171,21 @@ def test_ranks_restart_from_the_newest_checkpoint(tmp_path: Path) -> None:
         assert (saves.log, in_memory.log if in_memory else None) == after
 
 
-def test_an_unreadable_checkpoint_does_not_hide_the_death(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_does_not_hide_the_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(checkpoints=Saves(tmp_path / "removed"))
     with pytest.raises(CheckpointError, match="^it; ranks cannot restart: no checkpoint at .*removed"):
         case.dies("it")
     assert case.points == []
+    damaged = CheckpointDamaged("a tensor is not what was saved")
+    damaged.details = "the traceback"
+
+    def start(groups: Groups, checkpoint: Path | None) -> None:
+        raise damaged
+
+    monkeypatch.setattr(Groups, "start_ranks", start)
+    with pytest.raises(CheckpointDamaged, match="^it; ranks cannot restart: a tensor is not") as caught:
+        make().dies("it")
+    assert caught.value.details == "the traceback"
 
 
 @pytest.mark.parametrize("when", ["before", "as they restart"])
