@@ -39,13 +39,15 @@ def training(run: Run) -> None:
 
 def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
-    run.push_weights_and_sleep()
-    run.check_logprobs()
-    run.evaluate()
+    with run.rewinding_if_ranks_die():
+        run.push_weights_and_sleep()
+        run.check_logprobs()
+        run.evaluate()
     for scored, _ in run.rollouts():  # written to disk
         run.progress.steps_done += 1
         run.report_step(scored, None, {})
-        run.push_weights_and_sleep()  # the weights stay: others start in the place of dead engines
+        with run.rewinding_if_ranks_die():
+            run.push_weights_and_sleep()  # the weights stay: others start in the place of dead engines
         if run.stopping:
             break
         run.progress.begin("rollout")

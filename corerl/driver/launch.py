@@ -174,7 +174,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         sampling=sampling,
         evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
         saves=saves,
-        recovery=RankRecovery(groups=groups, engines=engines, saves=saves, start=start),
+        recovery=RankRecovery(groups=groups, engines=engines, saves=saves, start=start, trains=trains),
         groups=groups,
         reports=StepReports(
             recomputes=plan.algorithm.settings.old_logprobs == "recompute",

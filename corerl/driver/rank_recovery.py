@@ -48,6 +48,7 @@ class RankRecovery:
     engines: Engines | None
     saves: Saves
     start: Start
+    trains: bool = True  # else no step depends on what ranks have lost, and none is repeated
 
     _used: int = field(default=0, init=False)  # restarts since the last step that was not done before
     _furthest: int = field(default=0, init=False)  # the most steps that were ever done
@@ -69,7 +70,8 @@ class RankRecovery:
             except WorkerDied as error:
                 died.append(error)
             except CheckpointError as unusable:  # such as of a directory that somebody has removed
-                raise type(unusable)(f"{died[-1].message}; ranks cannot restart: {unusable.message}") from unusable
+                unusable.args = (f"{died[-1].message}; ranks cannot restart: {unusable.message}",)
+                raise
             except InsufficientResources as refused:
                 raise refused.with_cause(died[-1]) from refused
 
@@ -82,10 +84,10 @@ class RankRecovery:
         if not ended or self.groups.stop.requested:
             raise error
         if self._used >= (allowed := self.groups.roles[ACTOR].train.restarts):
-            if not allowed:
-                raise error
-            times = f"{self._used} restart{'s' * (self._used > 1)} without a new step (train.restarts)"
-            raise WorkerDied(f"{error.message}; gave up after {times}") from error
+            if allowed:
+                times = f"{self._used} restart{'s' * (self._used > 1)} without a new step (train.restarts)"
+                error.args = (f"{error.message}; gave up after {times}",)
+            raise error
 
     def _restart(self, error: WorkerDied) -> RestartPoint:
         groups, progress = self.groups, self.groups.progress
@@ -105,7 +107,7 @@ class RankRecovery:
 
     def _replayed(self, point: RestartPoint) -> str:
         first, last = point.step, self.groups.step - 1  # a checkpoint of step 2 has steps 0 and 1
-        if first > last:
+        if first > last or not self.trains:
             return ""
         return f"; replaying step {last}" if first == last else f"; replaying steps {first}-{last}"
 

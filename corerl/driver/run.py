@@ -73,7 +73,7 @@ class Run:
     @property
     def stopping(self) -> bool:
         """Whether to stop now."""
-        return self.groups.stop.requested and self._resumes_alike
+        return self.groups.stop.requested and (self._resumes_alike or not self.plan.run.trains)
 
     @property
     def _resumes_alike(self) -> bool:
@@ -281,7 +281,10 @@ class Run:
         return self.recovery.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
-        """Go on from a checkpoint, with which the ranks have restarted."""
+        """Go on from a checkpoint, with which the ranks have restarted. A run that only samples has just its weights,
+        and goes on where it is."""
+        if not self.plan.run.trains:
+            point = evolve(point, state=self._driver_part().state)
         self.sampling.source.close()
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
-from ray.exceptions import OutOfMemoryError
 
 from corerl.cluster import group as group_module
 from corerl.cluster import heartbeat
@@ -22,7 +20,7 @@ from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
 from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Slot, reserved
-from corerl.cluster.process import CallResult, fair_threads
+from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError, HookFailed, SaveFailed, WorkerDied, WrongState
 from tests.ended import gone
@@ -177,33 +175,6 @@ def test_the_first_failure_is_raised_and_ends_the_group(start: Start) -> None:
     assert gone(pids)
 
 
-def test_a_member_that_ray_kills_for_memory_has_died(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = members(start, 2)
-    pids = group.call("pid")
-
-    def get(ref: Any, real: Any = ray.get) -> Any:
-        raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(group_module.ray, "get", get)
-        answers = group.answers(group.start_some("pid", {1: ()}))
-        assert isinstance(answers[1], WorkerDied)  # as an engine that is restarted
-        with pytest.raises(
-            WorkerDied, match=r"^actor rank 0: its process was killed by Ray during pid: the machine ran "
-        ):
-            group.call("pid")  # as a rank, with which all end
-    assert gone(pids)
-
-
-def test_an_object_that_cannot_be_made_fails_the_start(start: Start) -> None:
-    group = start(1, "tests.cluster.members:Missing")
-    with pytest.raises(HookFailed) as caught:
-        group.wait(group.construct([(0,)]))
-    assert caught.value.message == (
-        "actor rank 0: start: AttributeError: module 'tests.cluster.members' has no attribute 'Missing'"
-    )
-
-
 def test_ray_is_told_no_variable_that_may_be_a_secret(slots: list[Slot], tmp_path: Path) -> None:
     given = {"CORERL_TEST_WORD": "s3cr3t", "API_KEY": "s3cr3t", "TMPDIR": str(tmp_path)}
     group = RayGroup(["actor rank 0"], MEMBER, slots[:1], {**given, "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})
@@ -219,20 +190,6 @@ def test_ray_is_told_no_variable_that_may_be_a_secret(slots: list[Slot], tmp_pat
         }
     finally:
         group.kill()
-
-
-def test_threads_are_the_given_number_or_a_fair_share(slots: list[Slot]) -> None:
-    def threads(**environment: str) -> list[str]:
-        group = RayGroup(["actor rank 0"], MEMBER, slots[:1], environment)
-        try:
-            group.wait(group.construct([(0,)]))
-            return group.call("threads")
-        finally:
-            group.kill()
-
-    assert threads(OMP_NUM_THREADS="3") == ["3"]
-    fair = str(fair_threads(3))  # one, which Ray would give too, where there are fewer than twelve cores
-    assert threads() == [os.environ.get("OMP_NUM_THREADS", fair)]
 
 
 def test_a_cluster_that_is_too_small_says_so_in_numbers(slots: list[Slot]) -> None:

@@ -231,6 +231,9 @@ class Source:
     def save(self, checkpoint: Path) -> None:
         self.saved.append(checkpoint)
 
+    def close(self) -> None:
+        pass
+
 
 class Ears:
     """An observer that keeps what it is told."""

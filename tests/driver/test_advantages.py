@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.algorithms.base import Advantages, Estimate
 from corerl.algorithms.grpo import GRPO, GRPOOptions
@@ -173,40 +175,22 @@ def test_a_role_is_compared_with_itself_alone(name: str) -> None:
     samples, rewards = two_roles(np.random.default_rng(0))
     loaded = load(Kind.ALGORITHMS, name)
     estimate = load_implementation(Kind.ALGORITHMS, loaded)(loaded.spec.config()).advantages
-    made = compute_advantages(samples, rewards, estimate, AlgorithmConfig(), max_tokens=9)
-    found, mask, rows = made.samples.columns["advantages"], samples.columns["loss_mask"], samples.row_columns
-    row_of = samples.row_of
+
+    def made(samples: SampleBatch, rewards: FloatArray) -> TrainBatch:
+        return compute_advantages(samples, rewards, estimate, AlgorithmConfig(), max_tokens=9)
+
+    whole, roles, sums = made(samples, rewards), samples.row_columns[ROLE], Counter[str]()
     for role in ("white", "black"):
-        own = mask & (rows[ROLE] == role)[row_of]
-        if name == "ppo":  # gamma and lambda are 1: all that is earned, less the value
-            wanted = rewards[row_of] - samples.columns["values"]
-        elif name == "reinforce++":
-            wanted = rewards[row_of].astype(np.float64)
-        else:
-            wanted = np.zeros(len(mask))
-            for row in np.flatnonzero(rows[ROLE] == role):
-                peers = {
-                    int(rows["episode"][other]): float(rewards[other])
-                    for other in np.flatnonzero(rows[ROLE] == role)
-                    if rows["group"][other] == rows["group"][row]
-                }
-                mine, others = float(rewards[row]), [r for each, r in peers.items() if each != rows["episode"][row]]
-                better = mine - np.mean(list(peers.values()))
-                if name == "grpo":
-                    better /= np.std(list(peers.values()), ddof=1) + 1e-6
-                wanted[row_of == row] = mine - np.mean(others) if name == "rloo" else better
-        if name in ("ppo", "reinforce++", "reinforce++-baseline"):
-            wanted = (wanted - wanted[own].mean()) / wanted[own].std()
-        np.testing.assert_allclose(found[own], wanted[own], rtol=1e-4, atol=1e-5)
-    assert not found[~mask].any()
-    if name == "ppo":
-        shares = {role: float((rows[ROLE] == role).mean()) for role in ("white", "black")}
-        explained = 0.0
-        for role, share in shares.items():
-            own = mask & (rows[ROLE] == role)[row_of]
-            target, values = rewards[row_of][own], samples.columns["values"][own]
-            explained += share * (1 - np.var(target - values) / np.var(target))
-        assert made.metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-4)
+        rows = np.flatnonzero(roles == role)
+        own = samples.take_rows(rows)
+        own = evolve(own, row_columns={name: row for name, row in own.row_columns.items() if name != ROLE})
+        alone = made(own, rewards[rows])
+        for column in alone.samples.columns.keys() - own.columns.keys():
+            found = whole.samples.take_rows(rows).columns[column]
+            np.testing.assert_array_equal(found, alone.samples.columns[column])
+        assert alone.samples.columns["advantages"].any()
+        sums.update({metric: value * len(rows) / len(roles) for metric, value in alone.metrics.items()})
+    assert whole.metrics == pytest.approx(dict(sums), rel=1e-6)
 
 
 def test_one_role_of_all_samples_changes_no_number() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.driver import engines as module
 from corerl.driver.engines import Engines
 from corerl.engines.base import GenerateRequest, Generation, Received
 from corerl.errors import EngineFailed, InsufficientResources, UserError, VersionGone, WeightUpdateError, WorkerDied
@@ -391,7 +392,8 @@ def test_dead_engines_are_replaced_before_rows_are_generated(engines: Fleet) -> 
     assert sorted(told(ears)) == [f"engine-{n} is replaced: engine-{n}: its process died" for n in (0, 1)]
 
 
-def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet) -> None:
+def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DEATH_SECONDS", 0.05)
     own = make_engines(make_config(), Group(), engines.fleet)
     own.push()
     engines.die()

@@ -194,12 +194,6 @@ def test_a_failed_export_leaves_the_earlier_one(
     config, path = hf_config(ModelConfig(path=str(tiny_models["qwen3"]))), tmp_path / "hf"
     export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.ones(2))])
 
-    def full_disk() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.zeros(2)
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(SaveFailed, match="could not be exported to .*No space left"):
-        export_directory(path, config=config, tokenizer=None, tensors=full_disk(), shard_bytes=1)
     rename = os.rename
 
     def refuses_the_new_one(source: Path, target: Path) -> None:
@@ -209,7 +203,7 @@ def test_a_failed_export_leaves_the_earlier_one(
 
     with monkeypatch.context() as own:
         own.setattr(os, "rename", refuses_the_new_one)
-        with pytest.raises(SaveFailed, match="Input/output error"):
+        with pytest.raises(SaveFailed, match="could not be exported to .*Input/output error"):
             export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
     assert torch.equal(load_file(path / SINGLE)["a"], torch.ones(2))
     export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])

@@ -13,7 +13,7 @@ from attrs import define, field
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.driver.rank_recovery import RankRecovery, RestartPoint
-from corerl.errors import CheckpointError, InsufficientResources, SaveFailed, WorkerDied
+from corerl.errors import CheckpointDamaged, CheckpointError, InsufficientResources, SaveFailed, WorkerDied
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
 
@@ -95,8 +95,10 @@ def make(**parts: Any) -> Case:
     """`asked` is called where extensions are asked for places."""
     saves: Any = SimpleNamespace(disk=parts.pop("checkpoints", Saves()), memory=parts.pop("memory", None))
     start, ears = parts.pop("start", SimpleNamespace(resume=None, state={})), Ears()
+    trains = parts.pop("trains", True)
     groups: Any = Groups(progress=progress(ears), **parts)
-    return Case(RankRecovery(groups=groups, engines=groups, start=start, saves=saves), groups, ears)
+    recovery = RankRecovery(groups=groups, engines=groups, start=start, saves=saves, trains=trains)
+    return Case(recovery, groups, ears)
 
 
 def test_restarts_without_a_new_step_are_limited() -> None:
@@ -105,8 +107,10 @@ def test_restarts_without_a_new_step_are_limited() -> None:
     assert case.groups.log == ["given up", "end", "start from None"]
     assert case.points == [RestartPoint(checkpoint=None, state={})]
     case.dies("two")
-    with pytest.raises(WorkerDied, match=r"^three; gave up after 2 restarts without a new step \(train.restarts\)$"):
-        case.dies("three")
+    gave_up = r"^three; gave up after 2 restarts without a new step \(train.restarts\)$"
+    with pytest.raises(WorkerDied, match=gave_up) as caught:
+        case.dies("three", "the traceback")
+    assert caught.value.details == "the traceback"
     assert told(case.ears) == [
         f"{cause}; restarting all ranks from the initial weights; replaying steps 0-2" for cause in ("one", "two")
     ]
@@ -117,6 +121,12 @@ def test_restarts_without_a_new_step_are_limited() -> None:
     case.dies("five")
     with pytest.raises(WorkerDied, match="six"):
         case.dies("six")
+
+
+def test_a_run_that_only_samples_repeats_no_step() -> None:
+    case = make(step=3, trains=False)
+    case.dies("it")
+    assert told(case.ears) == ["it; restarting all ranks from the initial weights"]
 
 
 def test_where_extensions_find_no_places_the_death_is_the_error() -> None:
@@ -161,11 +171,21 @@ def test_ranks_restart_from_the_newest_checkpoint(tmp_path: Path) -> None:
         assert (saves.log, in_memory.log if in_memory else None) == after
 
 
-def test_an_unreadable_checkpoint_does_not_hide_the_death(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_does_not_hide_the_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(checkpoints=Saves(tmp_path / "removed"))
     with pytest.raises(CheckpointError, match="^it; ranks cannot restart: no checkpoint at .*removed"):
         case.dies("it")
     assert case.points == []
+    damaged = CheckpointDamaged("a tensor is not what was saved")
+    damaged.details = "the traceback"
+
+    def start(groups: Groups, checkpoint: Path | None) -> None:
+        raise damaged
+
+    monkeypatch.setattr(Groups, "start_ranks", start)
+    with pytest.raises(CheckpointDamaged, match="^it; ranks cannot restart: a tensor is not") as caught:
+        make().dies("it")
+    assert caught.value.details == "the traceback"
 
 
 @pytest.mark.parametrize("when", ["before", "as they restart"])

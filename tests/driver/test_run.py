@@ -23,6 +23,7 @@ from corerl.driver.advantages import TrainBatch
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.metrics import StepNotices, StepReports
 from corerl.driver.progress import Progress
+from corerl.driver.rank_recovery import RestartPoint
 from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run import Run
 from corerl.driver.sampling import Evaluations, answers_in
@@ -31,7 +32,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import DataError, ResizeFailed, SaveFailed
 from corerl.pictures import Picture
 from corerl.plan.residency import SAMPLE, save_stage
-from corerl.plugin.events import Evaluated, Notice, SampleShown
+from corerl.plugin.events import Evaluated, Notice, RunRewound, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation
 from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.rollout.sampler import Rollout
@@ -292,6 +293,20 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
     assert sorted(told(ears)) == [f"engine-{n} is replaced: engine-{n}: its process died" for n in (0, 1)]
 
 
+@pytest.mark.parametrize(("mode", "goes_on"), [("train", 40), ("rollout-only", 2)])
+def test_only_what_is_trained_goes_back_to_a_checkpoints_step(
+    make_run: Callable[..., Run], mode: str, goes_on: int
+) -> None:
+    """A run that only samples has but the weights of a checkpoint, whose step and prompts are another run's."""
+    ears, source, restarted = Ears(), Source(), list[Any]()
+    run = make_run(make_config(run={"mode": mode}), ears=ears, source=source, rollout_step=2)
+    run.sampling.restart = lambda state, checkpoint: restarted.append((state["source"], checkpoint))  # type: ignore[method-assign]
+    checkpoint = Path("/run/checkpoints/step-00000040")
+    run._restore(RestartPoint(checkpoint=checkpoint, state={"rollout_step": 40, "source": "the checkpoint's"}))
+    assert restarted == [("the checkpoint's" if mode == "train" else source.position, checkpoint)]
+    assert [event.step for event in ears.of(RunRewound)] == [run.progress.steps_done] == [goes_on]
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -468,6 +483,17 @@ class Files:
 class Stop:
     def __init__(self, requested: bool) -> None:
         self.requested = requested
+
+
+@pytest.mark.parametrize(("mode", "stops_at"), [("train", [3, 6]), ("rollout-only", [1, 2, 3, 4, 5, 6])])
+def test_only_a_run_that_can_resume_goes_on_to_where_it_can(
+    make_run: Callable[..., Run], mode: str, stops_at: list[int]
+) -> None:
+    run = make_run(make_config(run={"mode": mode}, weights={"every": 3}), stop=Stop(True))
+    found = []
+    for run.progress.steps_done in range(1, 7):
+        found += [run.progress.steps_done] if run.stopping else []
+    assert found == stops_at
 
 
 def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:

@@ -26,7 +26,7 @@ from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
-from tests.engines.models import MOE, TIED, context, hf_tensors, pause_after, random_model, update
+from tests.engines.models import MOE, context, hf_tensors, pause_after, random_model, update
 from tests.engines.services import generation_of
 from tests.engines.stopping import assert_cut_at
 
@@ -113,15 +113,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     fake = FakeEngine(ModelConfig(), FakeConfig(), context())
     update([fake], {"w": torch.ones(2)}, version=1, path=tmp_path_factory.mktemp("w"))
     made: dict[str, Engine] = {"fake": fake}
-    for kind, fields in (("transformers", TIED), ("moe", MOE)):
-        made[kind] = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), context())
-        tensors = hf_tensors(random_model(fields, seed=1), tmp_path_factory.mktemp("hf"))
-        update([made[kind]], tensors, version=1, path=tmp_path_factory.mktemp("w"))
+    made["moe"] = TransformersEngine(ModelConfig(config=MOE), TransformersConfig(), context())
+    tensors = hf_tensors(random_model(MOE, seed=1), tmp_path_factory.mktemp("hf"))
+    update([made["moe"]], tensors, version=1, path=tmp_path_factory.mktemp("w"))
     return made
 
 
 @pytest.mark.parametrize("part", [1, 5, 64])
-@pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])
+@pytest.mark.parametrize("kind", ["fake", "moe"])
 @pytest.mark.parametrize("stop", [("12",), ("7", "84", "123"), ("0", "1", "2")])
 def test_engines_keep_tokens_up_to_the_stop_texts_end(
     kind: str, stop: tuple[str, ...], part: int, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch

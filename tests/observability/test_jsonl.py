@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.observability.jsonl import Jsonl, JsonlOptions, NoticeFile, read_notices
-from corerl.plugin.events import Notice, RunRewound, StepFinished
+from corerl.plugin.events import Event, Notice, RunRewound, StepFinished
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
@@ -35,47 +35,30 @@ def test_each_step_and_evaluation_is_one_flat_object(tmp_path: Path) -> None:
     jsonl.shutdown("finished")
 
 
-@pytest.mark.parametrize("first_step", [0, 1, 2, 3])
-def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path: Path, first_step: int) -> None:
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    jsonl = extension(straight)
-    for event in whole(str(straight)):
+def told_of(run_dir: Path, *events: Event) -> None:
+    jsonl = extension(run_dir)
+    for event in events:
         jsonl.observe(event)
-    jsonl.shutdown("finished")
+    jsonl.shutdown("ended")
 
-    killed = extension(broken)
-    for event in [started(str(broken)), *steps(0, 3)]:
-        killed.observe(event)
-    killed.shutdown("killed")
-    with (broken / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "rollout/rew')
-    resumed = extension(broken)
-    remaining = [*steps(first_step, STEPS), evaluated(STEPS), finished(str(broken))]
-    for event in [started(str(broken), first_step=first_step), *remaining]:
-        resumed.observe(event)
-    resumed.shutdown("finished")
 
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["resumed", "rewound"])
+def test_steps_that_are_repeated_leave_the_files_of_an_undisturbed_run(tmp_path: Path, how: str, step: int) -> None:
+    straight, other = tmp_path / "straight", tmp_path / "other"
+    told_of(straight, *whole(str(straight)))
+    before, after = [started(str(other)), *steps(0, 3)], [*steps(step, STEPS), evaluated(STEPS), finished(str(other))]
+    if how == "rewound":
+        told_of(other, *before, RunRewound(step=step), *after)
+    else:
+        told_of(other, *before)
+        with (other / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "rollout/rew')
+        told_of(other, started(str(other), first_step=step), *after)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert (broken / name).read_bytes() == (straight / name).read_bytes()
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_a_run_that_is_rewound_ends_with_the_file_of_one_that_never_was(tmp_path: Path, step: int) -> None:
-    straight, rewound = tmp_path / "straight", tmp_path / "rewound"
-    for directory, events in {
-        straight: list(whole(str(straight))),
-        rewound: [
-            *(started(str(rewound)), *steps(0, 3), RunRewound(step=step), *steps(step, STEPS)),
-            *(evaluated(STEPS), finished(str(rewound))),
-        ],
-    }.items():
-        jsonl = extension(directory)
-        for event in events:
-            jsonl.observe(event)
-        jsonl.shutdown("finished")
-    assert {path.name: path.read_bytes() for path in rewound.iterdir()} == {
-        path.name: path.read_bytes() for path in straight.iterdir()
-    }
+        assert (other / name).read_bytes() == (straight / name).read_bytes()
+    kept = ["metrics-1.jsonl", "samples-1.jsonl"] if how == "resumed" and step == 0 else []  # of another run, then
+    assert sorted(path.name for path in other.iterdir()) == sorted(["metrics.jsonl", "samples.jsonl", *kept])
 
 
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:

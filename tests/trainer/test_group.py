@@ -346,14 +346,13 @@ SHARED = {
 def test_metrics_count_each_sample_once_in_every_layout(layouts: list[ParallelLayout]) -> None:
     tokens = [100, 200]  # of each dp rank's samples
 
-    def trained(rank: int, **changes: Any) -> TrainResult:
+    def trained(rank: int) -> TrainResult:
         at = layouts[rank]
         # The backend's own where it outputs; and what an extension has measured, on every rank.
         own = {"loss": Metric(1.0 + at.dp_rank, 4.0)} if at.outputs else {}
         measured = {"peak": Metric(10.0 - rank, reduction=Reduction.MAX), "found": Metric(1.0, 1.0, Reduction.SUM)}
         counted = tokens[at.dp_rank] if at.outputs else 0
-        result = TrainResult(applied=True, metrics={**own, **measured}, grad_norm=1.5, tokens=counted)
-        return evolve(result, **changes)
+        return TrainResult(applied=True, metrics={**own, **measured}, grad_norm=1.5, tokens=counted)
 
     results = [trained(rank) for rank in range(4)]
     found = trained_by(group_with(*layouts, train=results)[0])
@@ -373,13 +372,6 @@ def test_metrics_count_each_sample_once_in_every_layout(layouts: list[ParallelLa
     once = group.forward_backward(batch_of(3), nothing, LOSS, outputs=LOGPROBS).result()
     assert (once.metrics, once.tokens) == (found.metrics, found.tokens)
     assert once.outputs[Output.LOGPROBS].tolist() == [0.0] * 3
-    for silent in (rank for rank in range(4) if not layouts[rank].outputs):
-        for change in ({"grad_norm": 1.25}, {"applied": False}):
-            others = [trained(rank, **(change if rank == silent else {})) for rank in range(4)]
-            group, processes = group_with(*layouts, train=others)
-            with pytest.raises(ContractError):
-                trained_by(group)
-            assert processes.killed
 
 
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
@@ -389,14 +381,7 @@ def test_outputs_come_from_output_ranks_in_every_layout(layouts: list[ParallelLa
     shares = [(2, 0), (3, 1)] if layouts[0].dp_size == 2 else [(2, 0, 3, 1)]
     results = [result_of(batch, *shares[at.dp_rank]) if at.outputs else NOTHING for at in layouts]
     group, _ = group_with(*layouts, forward=results)
-    columns = group.forward(batch, LOGPROBS).result()
-    assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
-    first = layouts.index(next(at for at in layouts if not at.outputs))
-    results[first] = result_of(batch, *shares[layouts[first].dp_rank])
-    group, processes = group_with(*layouts, forward=results)
-    with pytest.raises(ContractError, match="forward returned row [0-3] 2 times, expected exactly once"):
-        group.forward(batch, LOGPROBS).result()
-    assert processes.killed
+    assert group.forward(batch, LOGPROBS).result()[Output.LOGPROBS].tolist() == batch.tokens.tolist()
 
 
 # ---- what each node is given -----------------------------------------------------------------------------------------

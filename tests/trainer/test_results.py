@@ -14,14 +14,6 @@ from corerl.types import FloatArray, ForwardResult, Output, SampleBatch
 from tests.trainer.outputs import LOGPROBS, batch_of, result_of
 
 
-def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
-    batch = batch_of(3, 1, 4, 0, 2)
-    results = [result_of(batch, 4, 0), result_of(batch), result_of(batch, 3, 2, 1)]
-    columns = assemble_columns(results, LOGPROBS, batch, role="actor")
-    assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
-    assert columns[Output.LOGPROBS].dtype == np.float32
-
-
 @pytest.mark.parametrize(
     ("chosen", "once", "said"),
     [
