@@ -14,8 +14,8 @@ import numpy as np
 from attrs import Factory, evolve, field, frozen
 
 from corerl.errors import RewardError
-from corerl.messages import did_you_mean
-from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens
+from corerl.messages import did_you_mean, short_repr
+from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens, number
 from corerl.types import ROLE, BoolArray, FloatArray, IntArray, OnProgress, SampleBatch
 
 if TYPE_CHECKING:
@@ -116,11 +116,7 @@ class RewardScorer:
         episodes, episode_of = rollout.batch.episodes
         if len(episodes) < len(episode_of):
             rollout = rollout.take_rows(episodes)
-        outcomes: dict[int, Outcome] = {
-            row: each if isinstance(each, Failure | Judged) else Judged(reward=each)
-            for row, each in enumerate(rollout.outcomes)
-            if each is not None
-        }
+        outcomes = {row: _brought(each) for row, each in enumerate(rollout.outcomes) if each is not None}
         missing = [row for row in range(len(episodes)) if row not in outcomes]
         if missing:
             samples = samples_of(rollout, tokens=self._reward.takes_tokens)
@@ -133,6 +129,17 @@ class RewardScorer:
         if scores.first and scores.failed.all() and not partial:
             raise RewardError(scores.first + (f"; all {len(every)} samples failed" if len(every) > 1 else ""))
         return scores.take_rows(episode_of) if len(every) < len(episode_of) else scores
+
+
+def _brought(outcome: float | Outcome) -> Outcome:
+    """What a sampler says of a sample: one reward of NaN would leave its whole group without advantages."""
+    if isinstance(outcome, Failure):
+        return outcome
+    judged = outcome if isinstance(outcome, Judged) else Judged(reward=outcome)
+    if number(judged.reward) is None:
+        message = f"the sampler gave a sample the reward {short_repr(judged.reward)}, wanted a finite number"
+        return Failure(kind="no-number", message=message)
+    return judged
 
 
 def _by_role(outcome: Outcome, role: str) -> Outcome:
