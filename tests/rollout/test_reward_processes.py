@@ -275,3 +275,19 @@ def test_with_an_async_function_others_run_in_the_main_thread() -> None:
         found = judge.score(rollout(["one", "sync", "sleep", "three"]))
     assert found.rewards.tolist() == [3.0 + 1, 0.0, 0.0, 5.0 + 1]
     assert found.failures == {"timeout": 2}
+
+
+def test_samples_that_are_awaited_together_have_each_its_own_time(tmp_path: Path) -> None:
+    names: dict[str, dict[str, Any]] = {"promised": {"directory": str(tmp_path)}, "act": {"seconds": 0.3}}
+    config = RewardConfig(
+        functions=tuple(
+            RewardFunction(name=f"tests.rollout.user_rewards:{name}", options=options)
+            for name, options in names.items()
+        ),
+        processes=1,
+        timeout=0.5,
+    )
+    texts = ["x" * length for length in range(1, 9)]  # together 2.4 s of what is not async
+    with scorer(reward_of(config), config) as judge:
+        assert judge.score(rollout(texts)).rewards.tolist() == [2.0 * len(text) for text in texts]
+    assert sorted((tmp_path / "calls").read_text().split()) == texts  # each once
