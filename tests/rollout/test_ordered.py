@@ -13,7 +13,7 @@ import pytest
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
-from corerl.errors import CheckpointError, EngineFailed, RewardError, WorkerDied
+from corerl.errors import CheckpointError, EngineFailed, RewardError
 from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward, position_match
@@ -117,21 +117,6 @@ def test_an_engines_error_is_raised_once_and_unchanged(use: Use[Engines]) -> Non
     for _ in range(2):  # not that the engines have ended, which follows from it
         with pytest.raises(EngineFailed, match="^engine-1 is broken$"):
             engines.next(source(engines))
-
-    class Cutting(Engines):
-        def draw(self, replica: int, request: GenerateRequest) -> Generation:
-            return self.drawn(request, 1)
-
-    cutting = use(Cutting())
-    with pytest.raises(EngineFailed, match="^5 of 6 responses came back unfinished, but the engines were not paused"):
-        cutting.next(source(cutting))
-
-    dying = use(Engines(restarts=1))
-    dying.deaths = 9
-    with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
-        dying.next(source(dying))
-    assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
-    assert dying.log == ["replace 0", "receive"]
 
 
 @pytest.fixture
