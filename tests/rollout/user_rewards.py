@@ -93,8 +93,8 @@ def parent(prompt: Prompt, response: str, *, directory: str) -> float:
     return act(prompt, response)
 
 
-def lazy(prompt: Prompt, response: str) -> float:
-    """Needs the main thread, and sleeps beyond its time on one response."""
+def lazy(prompt: Prompt, response: str, *, seconds: float) -> float:
+    """Needs the main thread."""
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    time.sleep(600 if response == "sync" else 0.0)
+    time.sleep(seconds)
     return 1.0
