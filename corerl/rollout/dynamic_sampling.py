@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 from attrs import frozen
 
 from corerl.rollout.scoring import Scores
 from corerl.types import BoolArray, FloatArray, IntArray
+
+SETTING = "algorithm.dynamic_sampling_on"
 
 
 @frozen(kw_only=True)
@@ -22,17 +23,4 @@ class DynamicSampling:
 
     def deciding(self, scores: Scores) -> FloatArray:
         """[B] what decides: of samples without the part, whose prompts' rewards may have others, it is the reward."""
-        return self._part(scores) if self.part in scores.values else scores.rewards
-
-    def require_part(self, batches: Sequence[Scores]) -> None:
-        """Raises RewardError if no sample of a whole step, scored in these batches, has the part."""
-        self._part(
-            Scores(
-                rewards=np.concatenate([each.rewards for each in batches]),
-                failed=np.concatenate([each.failed for each in batches]),
-                values=Scores.joined_values(batches),
-            )
-        )
-
-    def _part(self, scores: Scores) -> FloatArray:
-        return scores.part(self.part, setting="algorithm.dynamic_sampling_on")
+        return scores.part(self.part, setting=SETTING) if self.part in scores.values else scores.rewards

@@ -69,13 +69,21 @@ class Scores:
         values = {name: each[rows] for name, each in self.values.items()}
         return evolve(self, rewards=self.rewards[rows], failed=self.failed[rows], values=values)
 
-    @staticmethod
-    def joined_values(batches: Sequence[Scores]) -> dict[str, FloatArray]:
-        """[B] each part of several batches in a row; NaN where a batch lacks the part."""
-        return {
-            name: np.concatenate([each.values.get(name, np.full_like(each.rewards, np.nan)) for each in batches])
-            for name in dict.fromkeys(name for each in batches for name in each.values)
-        }
+    @classmethod
+    def joined(cls, batches: Sequence[Scores]) -> Scores:
+        """Those of several batches in a row, or of none; values are NaN where a batch lacks the part."""
+        names = dict.fromkeys(name for each in batches for name in each.values)
+        return cls(
+            rewards=np.concatenate([np.zeros(0, np.float32), *(each.rewards for each in batches)]),
+            failures=dict(sum((Counter(each.failures) for each in batches), Counter[str]())),
+            first=next((each.first for each in batches if each.first), ""),
+            failed=np.concatenate([np.zeros(0, np.bool_), *(each.failed for each in batches)]),
+            parts=add_parts(*(each.parts for each in batches)),
+            values={
+                name: np.concatenate([each.values.get(name, np.full_like(each.rewards, np.nan)) for each in batches])
+                for name in names
+            },
+        )
 
     def part(self, name: str, *, setting: str) -> FloatArray:
         """[B] the part that `setting` names, but the reward of samples that lack it, such as failed ones; "" is the
