@@ -9,18 +9,35 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import RewardError
-from corerl.rollout.dynamic_sampling import SETTING, DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_fraction
 from corerl.rollout.scoring import AsyncScorer, Scores
 from corerl.rollout.source import Source
-from corerl.types import BoolArray, OnProgress
+from corerl.types import BoolArray, FloatArray, IntArray, OnProgress
+
+
+@frozen(kw_only=True)
+class DynamicSampling:
+    """Drop groups that teach nothing, and sample other prompts in their place (Yu et al. 2025, "DAPO")."""
+
+    useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], peers [B] -> by their numbers
+    max_replacements: int  # of a whole step; groups that are still missing then are filled up with dropped ones
+    part: str = ""  # of the reward, which decides; "": the reward itself
+    known: bool = False  # whether samples are known to have the part, by an earlier step or a checkpoint's config
+
+    def deciding(self, scores: Scores) -> FloatArray:
+        """[B] what decides: of samples without the part, whose prompts' rewards may have others, it is the reward."""
+        return self.require_part(scores) if self.part in scores.values else scores.rewards
+
+    def require_part(self, scores: Scores) -> FloatArray:
+        """[B] what decides. Raises RewardError if no sample has the part."""
+        return scores.part(self.part, setting="algorithm.dynamic_sampling_on")
 
 
 @define(kw_only=True, eq=False)
@@ -213,7 +230,7 @@ class SampledRollouts(Source):
             raise RewardError((of_step.first or every.first) + (f"; all {count} samples failed" if count > 1 else ""))
         # Of the first step with this part alone: by chance a later one has only prompts without it.
         if self.dynamic_sampling is not None and not self.dynamic_sampling.known:
-            every.part(self.dynamic_sampling.part, setting=SETTING)
+            self.dynamic_sampling.require_part(every)
             self.dynamic_sampling = evolve(self.dynamic_sampling, known=True)
         rollout = Rollout.concatenate([task.rollout for task in tasks])
         scored = ScoredRollout(
