@@ -54,7 +54,7 @@ def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = N
 def test_each_sample_fails_by_what_the_reward_did_with_it() -> None:
     late, ended = "took longer than reward.timeout=0.5 seconds", "ended its process"
     failures = {
-        "raise": ("raised", r"raised KeyError: 'x\ny' (tests/rollout/user_rewards.py:22)"),
+        "raise": ("raised", r"raised KeyError: 'x\ny' (tests/rollout/user_rewards.py:29)"),
         "nan": ("no-number", "returned nan, wanted a finite number,"),
         "leave": ("died", f"{ended} (sys.exit(4))"),
         "exit": ("died", f"{ended} (exit status 3)"),
@@ -71,13 +71,12 @@ def test_each_sample_fails_by_what_the_reward_did_with_it() -> None:
 
 
 def test_a_lost_process_costs_one_sample_and_no_second_call(tmp_path: Path) -> None:
-    name = "tests.rollout.user_rewards:noted"
     texts = ["a", "stuck", "bb", "ccc", "exit", "four", "seven", "raise", "loop", "last"]  # 3 travel together
-    found = scores(texts, name, {"directory": str(tmp_path)}, processes=1, timeout=0.3, failed_value=-1.0)
+    found = scores(texts, ACT, {"directory": str(tmp_path)}, processes=1, timeout=0.3, failed_value=-1.0)
     assert found.rewards.tolist() == [1.0, -1.0, 2.0, 3.0, -1.0, 4.0, 5.0, -1.0, -1.0, 4.0]
     assert found.failures == {"timeout": 2, "died": 1, "raised": 1}
     assert found.first == (
-        f"reward {name!r} took longer than reward.timeout=0.3 seconds on prompt 7 ('p') with the response 'stuck'"
+        f"reward {ACT!r} took longer than reward.timeout=0.3 seconds on prompt 7 ('p') with the response 'stuck'"
     )
     assert sorted((tmp_path / "calls").read_text().split()) == sorted(texts)  # each bad one has cost its time once
 
