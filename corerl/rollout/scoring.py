@@ -49,11 +49,8 @@ class Scores:
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, failed_value: float) -> Scores:
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        values: dict[str, FloatArray] = {}
         parts = [each.parts if isinstance(each, Judged) else {} for each in outcomes]
-        for row, of_sample in enumerate(parts):
-            for name, value in of_sample.items():
-                values.setdefault(name, np.full(len(outcomes), np.nan, np.float32))[row] = value
+        names = dict.fromkeys(name for each in parts for name in each)
         rewards = [failed_value if isinstance(outcome, Failure) else outcome.reward for outcome in outcomes]
         return cls(
             rewards=np.array(rewards, dtype=np.float32),
@@ -61,7 +58,7 @@ class Scores:
             first=failures[0].message if failures else "",
             failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
             parts=add_parts(*({name: (value, 1) for name, value in each.items()} for each in parts)),
-            values=values,
+            values={name: np.array([each.get(name, np.nan) for each in parts], np.float32) for name in names},
         )
 
     def take_rows(self, rows: IntArray) -> Scores:
