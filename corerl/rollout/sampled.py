@@ -203,7 +203,7 @@ class SampledRollouts(Source):
                     group, peers = task.rollout.batch.row_columns["group"], task.rollout.batch.peers
                     teaches = self.dynamic_sampling.useful(deciding[rows], peers)[peers]
                     task.useful = np.bincount(group, weights=teaches) > 0  # in one of its roles
-                if task in self._in_flight.values():  # else it was discarded meanwhile
+                if self._in_flight.get(task.number) is task:  # else it was discarded meanwhile
                     self._keep(task)
             self._changed.set()
 
