@@ -206,6 +206,11 @@ class SampleBatch:
         return len(self.offsets) - 1
 
     @property
+    def names(self) -> set[str]:
+        """Of all columns and row columns."""
+        return {*self.columns, *self.row_columns}
+
+    @property
     def lengths(self) -> IntArray:
         """[B] number of tokens of each row."""
         return np.diff(self.offsets)

@@ -132,7 +132,7 @@ def users_postprocess(name: str) -> Postprocess:
         if not isinstance(found, SampleBatch):
             what = "None" if found is None else f"a {type(found).__name__}"
             raise DataError(f"{setting} returned {what}, wanted a corerl.types.SampleBatch; return the samples")
-        if missing := sorted(set(samples.columns) - set(found.columns)):
+        if missing := sorted(samples.names - found.names):
             raise DataError(f"{setting} returned samples without the column {missing[0]!r}; keep it")
         if not np.isfinite(found.columns["advantages"][found.columns["loss_mask"]]).all():
             raise DataError(f"{setting} returned advantages that are not finite")

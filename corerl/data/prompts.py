@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -87,10 +87,14 @@ class PromptSource(ABC):
     replaces: str = ""  # identity of data from whose positions these begin at their first prompt
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
     notices: tuple[str, ...] = ()  # lines for the user
-    left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
+
+    @cached_property
+    def left_out(self) -> set[int]:
+        """Indices that are neither trained on nor evaluated."""
+        return set()
 
     @cached_property
     def checked(self) -> dict[int, Prompt]:
@@ -142,13 +146,13 @@ class PromptSource(ABC):
         """Held-out prompts in an order fixed by the seed, so that the first few are a fair sample."""
         return [self.prompt(index) for index in self.held_out.tolist() if index not in self.left_out]
 
-    def leave_out(self, indices: frozenset[int]) -> None:
+    def leave_out(self, indices: Set[int]) -> None:
         """Skip these prompts too from now on. Raises DataError if a component has no other to train on."""
-        indices = self.left_out | indices
+        together = self.left_out | indices
         for component in self.components:
-            if indices.issuperset(component.train.tolist()):
+            if together.issuperset(component.train.tolist()):
                 raise _all_skipped(component)
-        self.left_out = indices
+        self.left_out.update(indices)
 
 
 def _all_skipped(component: MixtureComponent) -> DataError:
@@ -245,8 +249,8 @@ class HeldOut(PromptSource):
     def held_out_prompts(self) -> list[Prompt]:
         return [each for each in super().held_out_prompts() if each.index not in self._source.left_out]
 
-    def leave_out(self, indices: frozenset[int]) -> None:
-        self.left_out |= indices
+    def leave_out(self, indices: Set[int]) -> None:
+        self.left_out.update(indices)
         if self.left_out.issuperset(self.held_out.tolist()):
             raise DataError(f"all {len(self)} prompts are skipped")
 
@@ -334,7 +338,7 @@ class PromptStream:
             raise DataError(f"{self._source.where(index)}: {error.message}") from error
         if not why:
             return prompt
-        self._source.left_out |= {index}
+        self._source.left_out.add(index)
         count = len(self._source.left_out)
         if self._notify is not None and str(count).strip("0") == "1":
             self._notify(f"data: {count} prompts are skipped so far; the last: {self._source.where(index)}: {why}")

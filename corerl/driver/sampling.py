@@ -24,12 +24,12 @@ from corerl.pictures import save_pictures
 from corerl.plan.plan import Plan
 from corerl.plugin.events import Evaluated, SampleShown
 from corerl.rollout.asynchronous import AsynchronousRollouts
-from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate
 from corerl.rollout.ordered import OneStepOffRollouts, OrderedRollouts
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward
+from corerl.rollout.sampled import DynamicSampling
 from corerl.rollout.sampler import Sampler, SamplerContext
 from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Source

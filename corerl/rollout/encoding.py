@@ -299,7 +299,7 @@ def check_first(source: PromptSource, check: PromptCheck, *, seed: int) -> None:
         index, why = next(iter(skipped.items()))
         line = f"{len(skipped)} of the first {len(indices)} prompts are skipped; {source.where(index)}: {why}"
         try:
-            source.leave_out(frozenset(skipped))
+            source.leave_out(skipped.keys())
         except DataError as error:
             raise DataError(f"{error.message}: {line}") from error
         source.notices = (*source.notices, f"data: {line}")

@@ -209,5 +209,5 @@ class OneStepOffRollouts(OrderedRollouts):
     def renumber(self, updates: int) -> None:
         if self._complete is not None:
             batch = self._complete.rollout.batch
-            batch = batch.with_columns(versions=batch.columns["versions"] + updates)
+            batch = batch.with_columns(versions=batch.columns["versions"] + updates * batch.columns["loss_mask"])
             self._complete = evolve(self._complete, rollout=evolve(self._complete.rollout, batch=batch))

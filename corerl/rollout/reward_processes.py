@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,13 @@ class RewardWorker(ServingProcess):
     """A process that imports the reward and scores samples. It starts immediately; construction does not wait for it.
 
     It sends an empty list when it has started, or the ConfigError if it cannot import the reward; and the outcomes of
-    the samples that it was given."""
+    the samples that it was given. Between two of these it sends None: what is not async has run, and the time of the
+    next one begins."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.started = False
         self.places: list[int] = []  # in the batch, of the samples that it works on
+        self.limit = math.inf  # seconds for one of them
         self.deadline = time.monotonic() + START
         super().__init__(_serve, config)
 
@@ -49,14 +52,17 @@ class RewardWorker(ServingProcess):
     def give(self, places: Sequence[int], samples: Sequence[Sample], *, limit: float) -> None:
         """Raises OSError if the process has ended."""
         self.connection.send([samples[place] for place in places])
-        self.places, self.deadline = list(places), time.monotonic() + limit
+        self.places, self.limit, self.deadline = list(places), limit, time.monotonic() + limit
 
     def receive(self) -> dict[int, Outcome]:
-        """What it has sent. Raises EOFError or OSError if it has ended, ConfigError if the reward cannot be
-        imported."""
+        """The outcomes that it has sent, if any. Raises EOFError or OSError if it has ended, ConfigError if the reward
+        cannot be imported."""
         message = self.connection.recv()
         if isinstance(message, ConfigError):
             raise message
+        if message is None:
+            self.deadline = time.monotonic() + self.limit
+            return {}
         found = dict(zip(self.places, message, strict=True))
         self.started, self.places, self.deadline = True, [], math.inf
         return found
@@ -186,5 +192,9 @@ def _serve(connection: Connection, config: RewardConfig) -> None:
     outcomes: list[Outcome] = []
     while True:
         connection.send(outcomes)
-        started = [reward.start(sample, config.timeout) for sample in connection.recv()]
+        started: list[Outcome | Future[Outcome]] = []
+        for sample in connection.recv():
+            if started:
+                connection.send(None)
+            started.append(reward.start(sample, config.timeout))
         outcomes = [ended(each) for each in started]

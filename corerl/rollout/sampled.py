@@ -5,23 +5,39 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import RewardError
-from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_fraction
-from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
+from corerl.rollout.scoring import AsyncScorer, Scores
 from corerl.rollout.source import Source
-from corerl.types import BoolArray, OnProgress
+from corerl.types import BoolArray, FloatArray, IntArray, OnProgress
+
+
+@frozen(kw_only=True)
+class DynamicSampling:
+    """Drop groups that teach nothing, and sample other prompts in their place (Yu et al. 2025, "DAPO")."""
+
+    useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], peers [B] -> by their numbers
+    max_replacements: int  # of a whole step; groups that are still missing then are filled up with dropped ones
+    part: str = ""  # of the reward, which decides; "": the reward itself
+    known: bool = False  # whether samples are known to have the part, by an earlier step or a checkpoint's config
+
+    def deciding(self, scores: Scores) -> FloatArray:
+        """[B] what decides: of samples without the part, whose prompts' rewards may have others, it is the reward."""
+        return self.require_part(scores) if self.part in scores.values else scores.rewards
+
+    def require_part(self, scores: Scores) -> FloatArray:
+        """[B] what decides. Raises RewardError if no sample has the part."""
+        return scores.part(self.part, setting="algorithm.dynamic_sampling_on")
 
 
 @define(kw_only=True, eq=False)
@@ -187,7 +203,7 @@ class SampledRollouts(Source):
                     group, peers = task.rollout.batch.row_columns["group"], task.rollout.batch.peers
                     teaches = self.dynamic_sampling.useful(deciding[rows], peers)[peers]
                     task.useful = np.bincount(group, weights=teaches) > 0  # in one of its roles
-                if task in self._in_flight.values():  # else it was discarded meanwhile
+                if self._in_flight.get(task.number) is task:  # else it was discarded meanwhile
                     self._keep(task)
             self._changed.set()
 
@@ -208,27 +224,26 @@ class SampledRollouts(Source):
     ) -> ScoredRollout:
         """The step that these tasks make; its failures and parts are of all that was scored since the last one. Raises
         RewardError if every sample failed to score, or if none has the part that decides dynamic sampling."""
-        first = next((scores.first for scores in self._scores if scores.first), "")
-        if all(task.scores.failed.all() for task in tasks):
-            why = next((task.scores.first for task in tasks if task.scores.first), first)
+        every, of_step = Scores.joined(self._scores), Scores.joined([task.scores for task in tasks])
+        if of_step.failed.all():
             count = sum(len(task.request) for task in tasks)
-            raise RewardError(why + (f"; all {count} samples failed" if count > 1 else ""))
+            raise RewardError((of_step.first or every.first) + (f"; all {count} samples failed" if count > 1 else ""))
         # Of the first step with this part alone: by chance a later one has only prompts without it.
         if self.dynamic_sampling is not None and not self.dynamic_sampling.known:
-            self.dynamic_sampling.require_part(self._scores)
+            self.dynamic_sampling.require_part(every)
             self.dynamic_sampling = evolve(self.dynamic_sampling, known=True)
         rollout = Rollout.concatenate([task.rollout for task in tasks])
         scored = ScoredRollout(
             step=self._step,
             rollout=rollout,
-            rewards=np.concatenate([task.scores.rewards for task in tasks]),
+            rewards=of_step.rewards,
             exact_match=exact_fraction(rollout),
             seconds=seconds or {},
-            failures=dict(sum((Counter(scores.failures) for scores in self._scores), Counter[str]())),
-            first_failure=first,
+            failures=every.failures,
+            first_failure=every.first,
             counts=counts,
-            parts=add_parts(*(scores.parts for scores in self._scores)),
-            values=Scores.joined_values([task.scores for task in tasks]),
+            parts=every.parts,
+            values=of_step.values,
         )
         for task in tasks:
             self._in_flight.pop(task.number, None)

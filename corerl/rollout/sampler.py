@@ -288,17 +288,8 @@ class PromptSampler(Sampler):
         if stop:
             stops = Stops(self.context.tokenizer, stop)
             return [stops.text(tokens.tolist(), special_tokens=self.context.special_tokens) for tokens in said]
-        # Those of one length together: of each array transformers looks up the framework, and of a list every token.
-        of_length: defaultdict[int, list[int]] = defaultdict(list)
-        for row, tokens in enumerate(said):
-            of_length[len(tokens)].append(row)
-        texts = [""] * len(said)
-        for rows in of_length.values():
-            together = np.stack([said[row] for row in rows])
-            found = self.context.tokenizer.batch_decode(together, skip_special_tokens=not self.context.special_tokens)
-            for row, text in zip(rows, found, strict=True):
-                texts[row] = text
-        return texts
+        skipped = not self.context.special_tokens
+        return [str(self.context.tokenizer.decode(tokens, skip_special_tokens=skipped)) for tokens in said]
 
 
 def sampling_params(

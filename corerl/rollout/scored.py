@@ -132,6 +132,8 @@ def postprocessed(scored: ScoredRollout, function: Callable[[ScoredRollout], Any
     flaw = ""
     if not len(batch):
         flaw = "without samples"
+    elif missing := sorted(scored.rollout.batch.names - batch.names):
+        flaw = f"without the column {missing[0]!r}; keep it, as `attrs.evolve` does"
     elif not len(rewards) == len(batch) == len(result.rollout.texts):
         flaw = f"of {len(batch)} samples with {len(rewards)} rewards and {len(result.rollout.texts)} texts"
     elif rewards.dtype.kind not in "fiu" or not np.isfinite(rewards).all():

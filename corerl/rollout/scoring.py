@@ -14,8 +14,8 @@ import numpy as np
 from attrs import Factory, evolve, field, frozen
 
 from corerl.errors import RewardError
-from corerl.messages import did_you_mean
-from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens
+from corerl.messages import did_you_mean, short_repr
+from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens, number
 from corerl.types import ROLE, BoolArray, FloatArray, IntArray, OnProgress, SampleBatch
 
 if TYPE_CHECKING:
@@ -49,11 +49,8 @@ class Scores:
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, failed_value: float) -> Scores:
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        values: dict[str, FloatArray] = {}
         parts = [each.parts if isinstance(each, Judged) else {} for each in outcomes]
-        for row, of_sample in enumerate(parts):
-            for name, value in of_sample.items():
-                values.setdefault(name, np.full(len(outcomes), np.nan, np.float32))[row] = value
+        names = dict.fromkeys(name for each in parts for name in each)
         rewards = [failed_value if isinstance(outcome, Failure) else outcome.reward for outcome in outcomes]
         return cls(
             rewards=np.array(rewards, dtype=np.float32),
@@ -61,7 +58,7 @@ class Scores:
             first=failures[0].message if failures else "",
             failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
             parts=add_parts(*({name: (value, 1) for name, value in each.items()} for each in parts)),
-            values=values,
+            values={name: np.array([each.get(name, np.nan) for each in parts], np.float32) for name in names},
         )
 
     def take_rows(self, rows: IntArray) -> Scores:
@@ -69,13 +66,21 @@ class Scores:
         values = {name: each[rows] for name, each in self.values.items()}
         return evolve(self, rewards=self.rewards[rows], failed=self.failed[rows], values=values)
 
-    @staticmethod
-    def joined_values(batches: Sequence[Scores]) -> dict[str, FloatArray]:
-        """[B] each part of several batches in a row; NaN where a batch lacks the part."""
-        return {
-            name: np.concatenate([each.values.get(name, np.full_like(each.rewards, np.nan)) for each in batches])
-            for name in dict.fromkeys(name for each in batches for name in each.values)
-        }
+    @classmethod
+    def joined(cls, batches: Sequence[Scores]) -> Scores:
+        """Those of several batches in a row, or of none; values are NaN where a batch lacks the part."""
+        names = dict.fromkeys(name for each in batches for name in each.values)
+        return cls(
+            rewards=np.concatenate([np.zeros(0, np.float32), *(each.rewards for each in batches)]),
+            failures=dict(sum((Counter(each.failures) for each in batches), Counter[str]())),
+            first=next((each.first for each in batches if each.first), ""),
+            failed=np.concatenate([np.zeros(0, np.bool_), *(each.failed for each in batches)]),
+            parts=add_parts(*(each.parts for each in batches)),
+            values={
+                name: np.concatenate([each.values.get(name, np.full_like(each.rewards, np.nan)) for each in batches])
+                for name in names
+            },
+        )
 
     def part(self, name: str, *, setting: str) -> FloatArray:
         """[B] the part that `setting` names, but the reward of samples that lack it, such as failed ones; "" is the
@@ -116,11 +121,7 @@ class RewardScorer:
         episodes, episode_of = rollout.batch.episodes
         if len(episodes) < len(episode_of):
             rollout = rollout.take_rows(episodes)
-        outcomes: dict[int, Outcome] = {
-            row: each if isinstance(each, Failure | Judged) else Judged(reward=each)
-            for row, each in enumerate(rollout.outcomes)
-            if each is not None
-        }
+        outcomes = {row: _brought(each) for row, each in enumerate(rollout.outcomes) if each is not None}
         missing = [row for row in range(len(episodes)) if row not in outcomes]
         if missing:
             samples = samples_of(rollout, tokens=self._reward.takes_tokens)
@@ -133,6 +134,17 @@ class RewardScorer:
         if scores.first and scores.failed.all() and not partial:
             raise RewardError(scores.first + (f"; all {len(every)} samples failed" if len(every) > 1 else ""))
         return scores.take_rows(episode_of) if len(every) < len(episode_of) else scores
+
+
+def _brought(outcome: float | Outcome) -> Outcome:
+    """What a sampler says of a sample: one reward of NaN would leave its whole group without advantages."""
+    if isinstance(outcome, Failure):
+        return outcome
+    judged = outcome if isinstance(outcome, Judged) else Judged(reward=outcome)
+    if number(judged.reward) is None:
+        message = f"the sampler gave a sample the reward {short_repr(judged.reward)}, wanted a finite number"
+        return Failure(kind="no-number", message=message)
+    return judged
 
 
 def _by_role(outcome: Outcome, role: str) -> Outcome:

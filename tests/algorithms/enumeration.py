@@ -184,29 +184,27 @@ def trained(world: World, name: str, *overrides: str) -> SampleBatch:
 
 @frozen(kw_only=True)
 class Found:
-    """What CoreRL's loss of a role gives in expectation."""
+    """What CoreRL's loss of the actor gives in expectation."""
 
-    gradient: Tensor  # at the policy's logits [STATES, WORDS], or the critic's values [STATES]
+    gradient: Tensor  # at the policy's logits [STATES, WORDS]
     metrics: Mapping[str, Metric]
 
 
-def gradients(world: World, policy: Tensor, name: str, *overrides: str, role: str = ACTOR) -> Found:
-    """Of the loss of a run with this algorithm and settings, at a policy's log-probs or a critic's values."""
-    objective, batch = planned(name, *overrides).objectives[role], trained(world, name, *overrides)
+def gradients(world: World, policy: Tensor, name: str, *overrides: str) -> Found:
+    """Of the actor's loss in a run with this algorithm and settings, at a policy's log-probs."""
+    objective, batch = planned(name, *overrides).objectives[ACTOR], trained(world, name, *overrides)
     leaf = policy.clone().requires_grad_()
     logprobs = leaf.log_softmax(-1)
-    actor = role == ACTOR
     inputs = LossInputs(
-        logprobs=world.flat(world.at(logprobs)) if actor else None,
-        entropy=world.flat(world.at(-(logprobs.exp() * logprobs).sum(-1))) if actor else None,
-        values=None if actor else world.flat(world.at(leaf)),
+        logprobs=world.flat(world.at(logprobs)),
+        entropy=world.flat(world.at(-(logprobs.exp() * logprobs).sum(-1))),
         columns={
             **{name: torch.from_numpy(column) for name, column in batch.columns.items()},
             "weights": world.weights(objective.aggregation),
         },
         bounds=torch.from_numpy(batch.offsets),
     )
-    assert objective.loss.outputs == ((Output.LOGPROBS, Output.ENTROPY) if actor else (Output.VALUES,))
+    assert objective.loss.outputs == (Output.LOGPROBS, Output.ENTROPY)
     result = resolve_loss(objective.loss)(inputs)
     (gradient,) = torch.autograd.grad(result.loss, leaf)
     metrics = {n: Metric(m.total.item(), m.weight.item(), m.reduction) for n, m in result.metrics.items()}

@@ -178,14 +178,6 @@ def test_the_expected_gradient_is_that_of_the_stated_objective(name: str, aggreg
     assert 0 < found.metrics["clip_fraction"].value < 1 or name == "cispo"
 
 
-# ---- what the objectives are for -------------------------------------------------------------------------------------
-
-CONSTANT = "algorithm.aggregation=constant-length"
-
-
-RETURNS = ("algorithms.ppo.whiten=false",)  # gamma and lambda are 1
-
-
 # ---- the KL penalty --------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +227,8 @@ def test_a_penalty_in_the_reward_has_the_documented_gradient(estimator: str) -> 
     world, weights = RANDOM, stated_weights(RANDOM, "constant-length")
     # With a discount of 0 a token is credited with its own penalty alone, as in the docs' table.
     free = ("algorithms.ppo.clip_low=1", "algorithms.ppo.clip_high=9")
-    settings = (CONSTANT, *RETURNS, *free, "algorithms.ppo.gamma=0", "algorithm.kl_in=reward")
+    whole = ("algorithm.aggregation=constant-length", "algorithms.ppo.whiten=false", "algorithm.kl_in=reward")
+    settings = (*whole, *free, "algorithms.ppo.gamma=0")
     apart = world.reference - world.old
     estimates = {"k1": -apart, "k2": apart**2 / 2, "k3": apart.expm1() - apart}[estimator]
 

@@ -161,6 +161,7 @@ def test_wrong_advantages_of_a_users_function_are_refused(
             lambda samples: evolve(samples, columns={"loss_mask": samples.columns["loss_mask"]}),
             "returned samples without the column 'advantages'; keep it",
         ),
+        (lambda samples: evolve(samples, row_columns={}), "returned samples without the column 'group'; keep it"),
         (
             lambda samples: samples.with_columns(advantages=np.full(5, np.nan, np.float32)),
             "returned advantages that are not finite",

@@ -139,11 +139,8 @@ def test_ranks_without_samples_get_the_shortest_as_filler() -> None:
     ]
 
 
-@pytest.mark.parametrize("times", [1, 1000])
-def test_loss_tokens_are_counted_per_sample(times: int) -> None:
-    x, no = "x" * times, "." * times
-    batch = marked("", x + no + x, "", no + x, "")
-    assert count_loss_tokens(batch).tolist() == [0, 2 * times, 0, times, 0]
+def test_loss_tokens_are_counted_per_sample() -> None:
+    assert count_loss_tokens(marked("", "x.x", "", ".x", "")).tolist() == [0, 2, 0, 1, 0]
 
 
 def test_a_batch_without_samples_is_refused() -> None:

@@ -36,7 +36,7 @@ def test_a_position_of_other_data_or_seed_is_refused(tmp_path: Path) -> None:
 def test_a_stream_is_resumed_where_others_are_left_out_now(tmp_path: Path) -> None:
     path = numbered(tmp_path / "p.jsonl", 21)
     source = load(path)
-    source.leave_out(frozenset(source.train[:4].tolist()))
+    source.leave_out({*source.train[:4].tolist()})
     stream = PromptStream(source, seed=5)
     stream.give_back(stream.take(20)[0])
     position = json.loads(json.dumps(stream.position))
@@ -57,4 +57,4 @@ def test_a_stream_is_resumed_where_others_are_left_out_now(tmp_path: Path) -> No
 def test_leaving_out_all_training_prompts_is_refused(tmp_path: Path) -> None:
     source = load(numbered(tmp_path / "p.jsonl", 4))
     with pytest.raises(DataError, match="all 3 training prompts are skipped"):
-        source.leave_out(frozenset(range(4)))
+        source.leave_out({*range(4)})

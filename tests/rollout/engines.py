@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -38,7 +38,6 @@ class Engines:
         self.version = 0  # of the weights that the engines hold
         self.policy = 0  # others draw other tokens
         self.keys: list[int] = []  # noise of all rows that were begun
-        self.asked: list[tuple[int, int, int]] = []  # replica, noise of a row, tokens of its response so far
         self.log: list[str] = []  # what else was asked of all
         self.deaths = 0  # of those that are asked to generate next
         self.failure: CorerlError | None = None  # of all that are asked to generate
@@ -50,8 +49,9 @@ class Engines:
             SimpleNamespace(context=SimpleNamespace(name=f"engine-{index}", index=index, bundles=1))
             for index in range(replicas)
         ]
-        loop = EventLoop("rollout")
-        self.fleet = EngineFleet(self, assignments, loop, calls=calls, width=lambda replicas: width, restarts=restarts)
+        self.fleet = EngineFleet(
+            cast(Any, self), assignments, EventLoop("rollout"), calls=calls, width=lambda _: width, restarts=restarts
+        )
         self.fleet.updated(self.fleet.names)
 
     # ---- what tests do ----------------------------------------------------------------------------------------------
@@ -157,8 +157,6 @@ class Engines:
             if self.paused:
                 return Generation.nothing(request)
             self.keys += request.noise_keys[request.response_lengths == 0].tolist()
-            rows = zip(request.noise_keys.tolist(), request.response_lengths.tolist(), strict=True)
-            self.asked += [(replica, key, begun) for key, begun in rows]
         drawn = self.draw(replica, request)
         self._require_well(replica)
         return drawn
@@ -186,9 +184,6 @@ class Engines:
 
     def __len__(self) -> int:
         return len(self.fleet)
-
-    def construct(self, arguments: Sequence[tuple[Any, ...]]) -> None:
-        raise AssertionError("these need no start")
 
     def start(self, method: str, *args: Any) -> Any:
         return self.start_some(method, dict.fromkeys(range(len(self)), args))
@@ -223,12 +218,6 @@ class Engines:
         self.log.append(f"replace {member}")
         with self.changing:
             self._ends.pop(member, None)
-
-    def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-        raise AssertionError("these stay as many")
-
-    def shrink(self, count: int) -> None:
-        raise AssertionError("these stay as many")
 
     def kill(self) -> None:
         self._killed = True

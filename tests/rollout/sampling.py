@@ -28,8 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def stream(seed: int = 7) -> PromptStream:
-    return PromptStream(SortDigits(held_out=10, seed=seed), seed=seed)
+def stream() -> PromptStream:
+    return PromptStream(SortDigits(held_out=10, seed=7), seed=7)
 
 
 def upcoming(count: int) -> list[int]:
@@ -41,12 +41,10 @@ def source(engines: Engines, *, kind: type[OrderedRollouts] = OrderedRollouts, *
     return kind(**given(engines, **fields))
 
 
-def given(
-    engines: Engines, *, seed: int = 7, reward: AsyncScorer | Scorer | Reward = REWARD, **fields: Any
-) -> dict[str, Any]:
+def given(engines: Engines, *, reward: AsyncScorer | Scorer | Reward = REWARD, **fields: Any) -> dict[str, Any]:
     """The fields that all schedules have."""
     return {
-        "stream": stream(seed),
+        "stream": stream(),
         "sampler": prompt_sampler(tokenizer=TOKENIZER, generate=engines.fleet.generate, seed=7),
         "reward": reward if isinstance(reward, AsyncScorer) else aside(reward),
         "params": PARAMS,

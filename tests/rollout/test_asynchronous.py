@@ -18,9 +18,9 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import EngineFailed, RewardError
 from corerl.rollout.asynchronous import AsynchronousRollouts
-from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.recorded import write_rollout
 from corerl.rollout.rewards import Reward
+from corerl.rollout.sampled import DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scoring import Scores
 from corerl_agents.chat_server import ChatServer

@@ -10,9 +10,9 @@ from attrs import evolve
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.errors import RewardError
-from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward
+from corerl.rollout.sampled import DynamicSampling
 from corerl.rollout.scoring import Scorer
 from tests.rollout.conftest import Use
 from tests.rollout.engines import Engines, at_once

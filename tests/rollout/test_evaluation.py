@@ -109,22 +109,16 @@ def test_pass_at_k_counts_choices_with_a_right_sample() -> None:
     assert found["pass@6"] == right.any(1).mean() and found["pass@1"] == pytest.approx(right.mean())
 
 
-class ByNoise:
-    """Answers one token, a function of the row's noise; hears each request."""
-
-    def __init__(self) -> None:
-        self.asked: list[GenerateRequest] = []
-
-    async def __call__(self, request: GenerateRequest, **_: Any) -> Generation:
-        self.asked.append(request)
-        return generation_of((4 + request.noise_keys[:, None] % 4).tolist())
+async def by_noise(request: GenerateRequest, **_: Any) -> Generation:
+    """Answers one token, a function of the row's noise."""
+    return generation_of((4 + request.noise_keys[:, None] % 4).tolist())
 
 
 def test_named_sets_and_mixed_sources_have_own_metrics() -> None:
     mixed = [evolve(prompt, source=name) for prompt, name in zip(PROMPTS, ["a", "b", "a"], strict=True)]
     digit = Reward(name="digit", function=lambda prompt, text: float(text) / 3)
-    found = evaluated(mixed, digit, generate=ByNoise(), samples=4, correct_from=1.0)
-    by_name = evaluated(mixed, digit, generate=ByNoise(), samples=4, correct_from=1.0, name="aime")
+    found = evaluated(mixed, digit, generate=by_noise, samples=4, correct_from=1.0)
+    by_name = evaluated(mixed, digit, generate=by_noise, samples=4, correct_from=1.0, name="aime")
     rewards = np.array([each.reward for each in found.samples]).reshape(3, 4)
     for name, rows in (("", [0, 1, 2]), ("a/", [0, 2]), ("b/", [1])):
         assert found.metrics[f"eval/{name}reward"] == pytest.approx(rewards[rows].mean())
@@ -157,12 +151,12 @@ def test_a_majority_votes_on_what_the_users_function_reads() -> None:
         return int(text) % 2 or None
 
     right = Reward(name="one", function=lambda prompt, text: float(text == "1"))
-    found = evaluated(PROMPTS, right, generate=ByNoise(), samples=8, extract_answer=parity)
+    found = evaluated(PROMPTS, right, generate=by_noise, samples=8, extract_answer=parity)
     texts = np.array([each.response for each in found.samples]).reshape(3, 8)
     assert {"1", "3"} <= set(texts.ravel().tolist()) and found.failures == {}
     assert found.first_failure.startswith("eval.answer raised ValueError: three")
     assert found.metrics["eval/majority@8"] == (texts == "1").any(1).mean()  # nothing else votes
-    plain = evaluated(PROMPTS, right, generate=ByNoise(), samples=8).metrics
+    plain = evaluated(PROMPTS, right, generate=by_noise, samples=8).metrics
     assert plain["eval/pass@8"] == found.metrics["eval/pass@8"]
     assert plain["eval/majority@8"] < found.metrics["eval/majority@8"]
 

@@ -40,20 +40,9 @@ class Recorder:
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.requests: list[GenerateRequest] = []
-        self.asked: list[tuple[bool, Any]] = []  # whether it was urgent, and who is told how many are drawn
 
-    async def __call__(
-        self,
-        request: GenerateRequest,
-        *,
-        urgent: bool = False,
-        on_progress: Any = None,
-        on_tokens: Callable[[Generation], None] | None = None,
-    ) -> Generation:
+    async def __call__(self, request: GenerateRequest, **_: Any) -> Generation:
         self.requests.append(request)
-        self.asked.append((urgent, on_progress))
-        if on_tokens is not None:
-            on_tokens(self.generation)
         return self.generation
 
 

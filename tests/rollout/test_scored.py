@@ -31,6 +31,10 @@ def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
     return evolve(batch, rollout=evolve(batch.rollout, batch=samples.with_columns(loss_mask=mask)))
 
 
+def without_row_columns(batch: ScoredRollout) -> ScoredRollout:
+    return evolve(batch, rollout=evolve(batch.rollout, batch=evolve(batch.rollout.batch, row_columns={})))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -41,6 +45,7 @@ def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
         (other_rewards_of_a_row, r"in which rows of an episode have different rewards; give each its episode's \("),
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite numbers$"),
         (lambda batch: evolve(batch, rewards=np.array(["1"] * 4)), r"whose rewards are not all finite numbers$"),
+        (without_row_columns, r"without the column 'group'; keep it, as `attrs.evolve` does$"),
         (numbers_for_mask, r"raised ValueError: column 'loss_mask' is int64, expected bool; write mask.astype\(bool\)"),
     ],
 )

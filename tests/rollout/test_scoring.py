@@ -94,6 +94,13 @@ def by_length() -> RewardScorer:
     return RewardScorer(Reward(name="long", function=lambda prompt, text: len(text), failed_value=-1.0))
 
 
+def test_a_samplers_reward_that_is_no_number_is_a_failure() -> None:
+    scores = by_length().score(brought([np.nan, Judged(reward=np.inf), 1.0]))
+    assert scores.rewards.tolist() == [-1.0, -1.0, 1.0]
+    assert scores.failures == {"no-number": 2}
+    assert scores.first == "the sampler gave a sample the reward nan, wanted a finite number"
+
+
 def test_rows_of_an_episode_share_its_reward() -> None:
     episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
     scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))

@@ -14,8 +14,15 @@ from pathlib import Path
 from corerl.data.prompts import Prompt
 
 
-def act(prompt: Prompt, response: str, *, seconds: float = 0.0) -> float:
-    """What the response says; else its length."""
+def _note(response: str, directory: str) -> None:
+    if directory:
+        with Path(directory, "calls").open("a") as calls:
+            calls.write(response + "\n")
+
+
+def act(prompt: Prompt, response: str, *, seconds: float = 0.0, directory: str = "") -> float:
+    """What the response says; else its length. Each call leaves a line in the directory."""
+    _note(response, directory)
     time.sleep(seconds)
     match response:
         case "raise":
@@ -52,9 +59,7 @@ def without_torch(prompt: Prompt, response: str) -> float:
 
 
 async def promised(prompt: Prompt, response: str, *, directory: str = "") -> dict[str, float]:
-    if directory:
-        with Path(directory, "calls").open("a") as calls:
-            calls.write(response + "\n")
+    _note(response, directory)
     match response:
         case "exit":
             os._exit(3)
@@ -72,13 +77,6 @@ def mark(prompt: Prompt, response: str, *, directory: str) -> float:
         pass
 
 
-def noted(prompt: Prompt, response: str, *, directory: str) -> float:
-    """`act`, where each call leaves a line."""
-    with Path(directory, "calls").open("a") as calls:
-        calls.write(response + "\n")
-    return act(prompt, response)
-
-
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
@@ -93,8 +91,8 @@ def parent(prompt: Prompt, response: str, *, directory: str) -> float:
     return act(prompt, response)
 
 
-def lazy(prompt: Prompt, response: str) -> float:
-    """Needs the main thread, and sleeps beyond its time on one response."""
+def lazy(prompt: Prompt, response: str, *, seconds: float) -> float:
+    """Needs the main thread."""
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    time.sleep(600 if response == "sync" else 0.0)
+    time.sleep(seconds)
     return 1.0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import reasoning_gym
 
 from corerl.config import load_config
 from tests.end_to_end.command import metrics
@@ -15,7 +13,6 @@ from tests.machine import wait_for_memory
 from tests.smollm2 import EXAMPLES, NEEDED, RUN, lines_of, needs_smollm2
 
 CONFIG = EXAMPLES / "reasoning_gym.toml"
-SCORE = {"Find": "gcd", "Solv": "products"}  # by how its questions begin
 
 
 def test_the_config_has_at_most_25_lines() -> None:
@@ -30,12 +27,6 @@ def test_smollm2_is_trained_on_two_tasks(tmp_path: Path) -> None:
     wait_for_memory(NEEDED, "a run of SmolLM2")
     own = [f"run.dir={tmp_path}/run", "run.steps=3", "data.held_out=0"]
     assert execute_here(load_config(CONFIG, [*RUN, *own])).steps_done == 3
-    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert len(shown) == 3 * 48
-    for each in shown:
-        question = each["prompt"].partition("user: ")[2]
-        score = reasoning_gym.get_score_answer_fn(SCORE[question[:4]])
-        assert each["reward"] == pytest.approx(score(each["response"].strip(), {"answer": each["answer"]}))
     steps = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert all(line["train/grad_norm"] > 0.0 for line in steps)
     assert {"reward/gcd", "reward/products"} <= {name for line in steps for name in line}
