@@ -37,7 +37,6 @@ from corerl_testing import (
     step_at,
     train,
 )
-from corerl_testing.harness import parts_of_step
 
 T = TypeVar("T")
 KINDS = list(MemoryKind)
@@ -202,7 +201,7 @@ def reductions_of_two_calls(setup: Setup) -> tuple[int, list[int], list[int]]:
     with running(setup) as worker:
         units = sum(isinstance(module, FSDPModule) for module in worker.backend.policy.modules())
         micro_batches, reductions = [], []
-        for batch in reversed(parts_of_step(worker, setup, samples_at(0), 2, unit=1.0)[0]):
+        for batch in (packed_for_training(worker, setup, samples_at(number)) for number in range(2)):
             micro_batches.append(batch.count)
             with CopiesToThemselves() as found:
                 worker.add_gradients(batch, setup.loss, last=False)
