@@ -105,7 +105,7 @@ def escaped(toml: str) -> str:
 
 def toml_key(name: str) -> str:
     """One part of a dotted key, quoted if TOML requires it."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else escaped(json.dumps(name, ensure_ascii=False))
 
 
 def parse_toml(text: str) -> Any:

@@ -108,7 +108,7 @@ def against_taking_turns(config: Config, device: str) -> Iterator[str]:
     """Problems, one line each, of settings that conflict with ranks and engines taking turns in device memory."""
     if not offloaded(config, device):
         return
-    if config.weights.every > 1:
+    if config.weights.every > 1 and config.run.trains:
         yield (
             f"weights.every: {config.weights.every}, but engines that share memory with the ranks in turns get new "
             "weights every step; set it to 1, or cluster.offload='never', or cluster.placement='disaggregated'"

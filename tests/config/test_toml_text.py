@@ -68,7 +68,11 @@ def test_every_setting_has_help_and_a_toml_default() -> None:
 
 def test_settings_with_help_load_as_without() -> None:
     extensions = (ExtensionChoice(name="a"), ExtensionChoice(name="b", options=Other(name="c")))
-    resolved = evolve(CONFIG, backends={"mine": Options(name="a"), "other": {"name": "raw"}}, extensions=extensions)
+    resolved = evolve(
+        CONFIG,
+        backends={"mine": Options(name="a"), "other": {"name": "raw"}, "odd": {"a\x7f\u202eb": 1}},
+        extensions=extensions,
+    )
     resolved = evolve(resolved, data=evolve(resolved.data, system="one\u2028line\x85still"))
     text = "\n".join(settings_with_help(resolved))
     assert tomllib.loads(text) == tomllib.loads(dump_toml(resolved))

@@ -156,3 +156,10 @@ def test_a_config_is_refused_with_the_setting_to_change(row: str, tmp_path: Path
     lines = refused(tmp_path, overrides)
     assert {re.split(r": | = ", line)[0] for line in lines} == set(settings.split())
     assert all(words in line for line in lines), lines
+
+
+@pytest.mark.parametrize("mode", ["eval", "rollout-only"])
+def test_without_training_a_schedule_of_weights_is_not_refused(mode: str, tmp_path: Path) -> None:
+    overrides = f"{TURNS} weights.every=2 checkpoint.every=4 run.mode={mode}".split()
+    plan = make_plan(config_of(DATA, [f"run.dir={tmp_path}/run", "data.held_out=4", *overrides]), starting=False)
+    assert (plan.run.mode, plan.weights.every) == (mode, 2)
