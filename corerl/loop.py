@@ -13,6 +13,7 @@ from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Run, Summary
+from corerl.errors import WorkerDied
 from corerl.plan.make import make_plan
 
 
@@ -39,10 +40,12 @@ def training(run: Run) -> None:
 
 def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
-    with run.rewinding_if_ranks_die():
-        run.push_weights_and_sleep()
-        run.check_logprobs()
-        run.evaluate()
+    deaths: Sequence[WorkerDied] | None = None
+    while deaths is None or deaths:  # no later step would repeat the check
+        with run.rewinding_if_ranks_die() as deaths:
+            run.push_weights_and_sleep()
+            run.check_logprobs()
+            run.evaluate()
     for scored, _ in run.rollouts():  # written to disk
         run.progress.steps_done += 1
         run.report_step(scored, None, {})

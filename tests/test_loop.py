@@ -142,3 +142,29 @@ def test_a_stop_request_ends_the_run_after_its_step(monkeypatch: pytest.MonkeyPa
     run = FakeRun(steps=9, stop_in=5)
     assert run_loop(monkeypatch, run).steps_done == 6
     assert run.log == [*BEGINNING, "evaluate 5", *rollout_step(0, 5), "finish", "end"]
+
+
+def test_a_run_that_only_samples_repeats_its_check_after_a_death() -> None:
+    """No later step would. Ranks die in the first check."""
+
+    class Dying(FakeRun):
+        deaths = 1
+
+        @contextlib.contextmanager
+        def rewinding_if_ranks_die(self) -> Iterator[list[str]]:  # type: ignore[override]
+            died: list[str] = []
+            try:
+                yield died
+            except ConnectionError as death:
+                died.append(str(death))
+                self.log.append("restore")
+
+        def check_logprobs(self) -> None:
+            if self.deaths:
+                self.deaths -= 1
+                raise ConnectionError("a rank died")
+            super().check_logprobs()
+
+    run = Dying(steps=0)
+    loop.sampling(run)  # type: ignore[arg-type]
+    assert run.log == ["push", "ranks sleep", "restore", "push", "ranks sleep", "check", "evaluate 5"]

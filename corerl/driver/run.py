@@ -283,8 +283,9 @@ class Run:
     def _restore(self, point: RestartPoint) -> None:
         """Go on from a checkpoint, with which the ranks have restarted. A run that only samples has just its weights,
         and goes on where it is."""
-        if not self.plan.run.trains:
-            point = evolve(point, state=self._driver_part().state)
+        trains = self.plan.run.trains
+        if not trains:
+            point = evolve(point, checkpoint=None, state=self._driver_part().state)
         self.sampling.source.close()
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
@@ -295,7 +296,8 @@ class Run:
             self.sampling.source.renumber(self.engines.version + 1 - self.actor.group.loaded_version)
             self.sampling.loop.run(self.engines.fleet.reset())
         self.push_weights_and_sleep()
-        self.evaluate()
+        if trains:
+            self.evaluate()
 
     # ---- extensions that decide -------------------------------------------------------------------------------------
 

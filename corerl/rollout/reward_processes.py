@@ -35,7 +35,7 @@ class RewardWorker(ServingProcess):
     """A process that imports the reward and scores samples. It starts immediately; construction does not wait for it.
 
     It sends an empty list when it has started, or the ConfigError if it cannot import the reward; and the outcomes of
-    the samples that it was given. Between two of these it sends None: what is not async has run, and the time of the
+    the samples that it was given. Between two samples it sends None: what is not async has run, and the time of the
     next one begins."""
 
     def __init__(self, config: RewardConfig) -> None:

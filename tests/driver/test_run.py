@@ -303,7 +303,7 @@ def test_only_what_is_trained_goes_back_to_a_checkpoints_step(
     run.sampling.restart = lambda state, checkpoint: restarted.append((state["source"], checkpoint))  # type: ignore[method-assign]
     checkpoint = Path("/run/checkpoints/step-00000040")
     run._restore(RestartPoint(checkpoint=checkpoint, state={"rollout_step": 40, "source": "the checkpoint's"}))
-    assert restarted == [("the checkpoint's" if mode == "train" else source.position, checkpoint)]
+    assert restarted == [("the checkpoint's", checkpoint) if mode == "train" else (source.position, None)]
     assert [event.step for event in ears.of(RunRewound)] == [run.progress.steps_done] == [goes_on]
 
 

@@ -1,4 +1,4 @@
-"""Routing replay where layers are computed again in the backward pass, and where they are compiled."""
+"""Routing replay and balancing where layers are computed again in the backward pass, and where they are compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl_testing import Runs, assert_replays
+from corerl_testing import PACKINGS, Runs, assert_balances, assert_replays
 from corerl_testing.scenarios import training
 from plugins.fsdp.tests import ranks
 
@@ -25,3 +25,10 @@ def test_recomputed_layers_go_through_the_experts_that_they_were_told(
     setup = evolve(setup, options={"compile": compiled}, train=evolve(setup.train, recompute="full"))
     run = partial(runs.rank_sets[world_size].run, ranks.traced, training.replay_experts, setup)
     assert_replays(Path(setup.model), lambda samples: run(samples, 0.02))
+
+
+@pytest.mark.nightly
+def test_recomputed_compiled_layers_are_balanced_as_in_transformers(runs: Runs) -> None:
+    setup = runs.setup("fsdp", "qwen3-moe", PACKINGS["one by one"])
+    setup = evolve(setup, options={"compile": True}, train=evolve(setup.train, recompute="full"))
+    assert_balances(Path(setup.model), setup, partial(runs.rank_sets[1].run, ranks.traced, training.first_step))

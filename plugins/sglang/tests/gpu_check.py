@@ -91,7 +91,7 @@ QWEN3_06B = {
 }
 LIMITS = {"bfloat16": 0.02, "float32": 1e-3}  # of the mean absolute difference to transformers' log-probs
 # The same with adapters, which SGLang applies by Triton products: TF32 of float32 values, bfloat16 between A and B.
-ADAPTED = {"bfloat16": 0.03, "float32": 5e-3}
+ADAPTED = {"bfloat16": 0.03, "float32": 5e-3}  # in bfloat16 0.014 to 0.018 of many tokens, 0.027 of 16
 PLAIN = WeightsConfig()
 SAMPLING = {
     "greedy": SamplingParams(max_tokens=64, greedy=True),

@@ -115,7 +115,9 @@ def run_suite(request: pytest.FixtureRequest, directory: Path, **environment: st
         process = Forked(arguments, PYTEST, environment=own, directory=directory, stdout=out, stderr=out)
     assert process.wait() == pytest.ExitCode.TESTS_FAILED, (directory / "out.txt").read_text()
     found = json.loads((directory / "report.json").read_text())
-    return {name: report["checks"] for name, report in zip(names, found if len(names) > 1 else [found], strict=True)}
+    if len(names) == 1:
+        return {names[0]: found["checks"]}
+    return {report["value"]: report["checks"] for report in found}
 
 
 @pytest.fixture(scope="session")

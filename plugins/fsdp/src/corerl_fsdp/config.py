@@ -28,7 +28,7 @@ class FsdpConfig:
     sync: Literal["auto", "every", "last"] = option(
         "micro-batches after which gradients are reduced: every one; or only the last, with fewer transfers but a "
         "full float32 gradient on each rank. auto: the last where a shard is one rank's, which has all of it anyway, "
-        "unless it is offloaded with the parameters, or one rank's streamed step has left some already",
+        "unless it is offloaded with the parameters, or an earlier call of one rank's step has left gradients",
         default="auto",
     )
     offload: Literal["none", "optimizer", "parameters"] = option(

@@ -92,7 +92,7 @@ def forward_pass(
     device: torch.device,
     tower: RankTower | None = None,
 ) -> ForwardResult:
-    """Called on every rank. One all-gather per unit and micro-batch."""
+    """Called on every rank. One all-gather per unit and micro-batch, or per unit if weights stay gathered."""
     policy.eval()
     try:
         return forward_outputs(policy, batch, wanted, device=device, routers=policy.routers, tower=tower)
