@@ -486,7 +486,7 @@ class Stop:
 
 
 @pytest.mark.parametrize(("mode", "stops_at"), [("train", [3, 6]), ("rollout-only", [1, 2, 3, 4, 5, 6])])
-def test_only_a_run_that_can_resume_goes_on_to_where_it_can(
+def test_only_runs_that_can_resume_go_on_until_they_can(
     make_run: Callable[..., Run], mode: str, stops_at: list[int]
 ) -> None:
     run = make_run(make_config(run={"mode": mode}, weights={"every": 3}), stop=Stop(True))

@@ -144,7 +144,7 @@ def reserve_on_a_host_with(free: float, nbytes: int, hosts: int = 1) -> str:
     return ""
 
 
-def test_ranks_of_one_host_ask_together_and_others_for_their_own(rank_pool: RankPool) -> None:
+def test_ranks_of_one_host_ask_together(rank_pool: RankPool) -> None:
     assert rank_pool.run(reserve_on_a_host_with, 2.5 * 2**28, 2**28) == ["", ""]
     told = rank_pool.run(reserve_on_a_host_with, 1.5 * 2**28, 2**28)
     assert told[0] == told[1]

@@ -56,7 +56,7 @@ def test_places_are_of_elements_and_sequences_that_fill_up_are_empty() -> None:
     assert cudnn._places(bounds_of(full), sizes(full))[cudnn._Use.LENGTHS].tolist() == full
 
 
-def test_layers_of_one_packing_share_its_places_and_another_packing_has_its_own() -> None:
+def test_layers_share_the_places_of_their_packing_alone() -> None:
     first, second = bounds_of([5, 1]), bounds_of([5, 1])
     plain, windowed = sizes([5, 1]), sizes([5, 1], window=3)
     of_layers = [cudnn._places(first, each) for each in (plain, windowed, plain)]

@@ -42,7 +42,7 @@ def test_one_rank_reduces_in_one_buffer_and_two_do_not(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"sync": "every"}, {"offload": "parameters"}], ids=str)
-def test_one_buffer_and_one_reduction_change_no_bit_of_a_run(runs: Runs, options: Mapping[str, Any]) -> None:
+def test_one_buffer_and_one_reduction_change_no_bit(runs: Runs, options: Mapping[str, Any]) -> None:
     found = runs.train(1, evolve(runs.setup("fsdp", "qwen3-moe"), options=options), range(3))
     plain = evolve(runs.setup("fsdp", "qwen3-moe"), options={"sync": "every"})
     wanted = together(runs.rank_sets[1].run(ranks.with_two_buffers, training.train_steps, plain, [0, 1, 2]))
@@ -50,7 +50,7 @@ def test_one_buffer_and_one_reduction_change_no_bit_of_a_run(runs: Runs, options
     assert different(found.state, wanted.state) == []
 
 
-def test_a_second_call_adds_to_the_gradients_of_the_first_as_they_come(runs: Runs) -> None:
+def test_later_calls_add_to_gradients_as_they_come(runs: Runs) -> None:
     """Held apart until its end, they would take as much memory again."""
     setup = runs.setup("fsdp", "qwen3", PACKINGS["one by one"])
     ((units, micro_batches, reductions),) = runs.rank_sets[1].run(ranks.reductions_of_two_calls, setup)
