@@ -183,7 +183,6 @@ class Server:
                 ws="none",
                 log_config=None,
                 log_level="critical",  # `notify` says what matters
-                access_log=False,
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=IDLE_SECONDS,

@@ -214,8 +214,7 @@ class Service:
                     )
                 raise
 
-        key = None if rows is None else rows.key
-        return self._numbered(model_id, number, run, rows, key=key, size=len(body))
+        return self._numbered(model_id, number, run, rows, key=rows and rows.key, size=len(body))
 
     async def in_turn(self, cls: type[Request], handler: Callable[[Model, Request], Fields], fields: Fields) -> Fields:
         """Promise what `handler` answers to a request of a model. What is wrong with it is found in its turn, and its
