@@ -112,7 +112,6 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
 @pytest.mark.parametrize(
     ("loss", "inputs", "config", "sentence"),
     [
-        ("stable_reinforce", {}, {}, "loss_fn='stable_reinforce' is not served: .*loss_fn=importance_sampling"),
         ("reinforce", {}, {}, "unknown loss_fn='reinforce'; there are cross_entropy, .*, dro"),
         ("ppo", {}, {"clip": 0.2}, "ppo has no 'clip'; its settings: clip_low_threshold, clip_high_threshold"),
         ("importance_sampling", {}, {"beta": 0.1}, "has no 'beta'; its settings: none"),

@@ -87,7 +87,7 @@ def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.Servi
     training = client.create_lora_training_client(NAME).result()
     refused = training.forward_backward([datum(1, [1.0])], "stable_reinforce")
     step = training.optim_step(types.AdamParams())
-    with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is not served: .*loss_fn=imp") as error:
+    with pytest.raises(tinker.RequestFailedError, match="unknown loss_fn='stable_reinforce'; there are .*imp") as error:
         refused.result()
     assert error.value.category is types.RequestErrorCategory.User
     with pytest.raises(tinker.RequestFailedError, match="the step was not taken, and its gradients are dropped"):

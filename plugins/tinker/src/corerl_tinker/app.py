@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import pydantic
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -44,7 +43,7 @@ IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so 
 CLIENT_CONFIG = {"sample_use_retrieve_futures": True}
 RUN, CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
 # Takes the body as its route says, and words of the path.
-Handler = Callable[..., Awaitable[Answer | pydantic.BaseModel | Mapping[str, Any] | None]]
+Handler = Callable[..., Awaitable[Answer | Mapping[str, Any] | None]]
 
 
 def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
@@ -66,12 +65,7 @@ def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
         ("POST", "optim_step", in_turn(sdk.OptimStepRequest, service.optim_step), dict),
         ("POST", "save_weights", in_turn(sdk.SaveWeightsRequest, service.save_weights), dict),
         ("POST", "load_weights", service.create_or_load, dict),
-        (
-            "POST",
-            "save_weights_for_sampler",
-            in_turn(sdk.SaveWeightsForSamplerRequest, service.save_weights_for_sampler),
-            dict,
-        ),
+        ("POST", "save_weights_for_sampler", in_turn(sdk.SaveWeightsForSamplerRequest, service.save_for_sampler), dict),
         ("POST", "create_sampling_session", service.create_sampling_session, sdk.CreateSamplingSessionRequest),
         ("GET", "samplers/{sampler}", service.get_sampler, None),
         ("POST", "asample", service.asample, dict),
@@ -160,11 +154,9 @@ def _given(body: bytes, wanted: Any) -> tuple[Any, ...]:
     return (fields if wanted is dict else read(wanted, fields),)
 
 
-def _response(found: Answer | pydantic.BaseModel | Mapping[str, Any] | None) -> Response:
+def _response(found: Answer | Mapping[str, Any] | None) -> Response:
     if isinstance(found, Answer):
         return Response(found.body, media_type=found.media_type)
-    if isinstance(found, pydantic.BaseModel):
-        return Response(found.model_dump_json(), media_type="application/json")
     return Response(status_code=204) if found is None else JSONResponse(found)
 
 
@@ -191,7 +183,6 @@ class Server:
                 ws="none",
                 log_config=None,
                 log_level="critical",  # `notify` says what matters
-                access_log=False,
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=IDLE_SECONDS,

@@ -159,11 +159,6 @@ INFINITE = (
 
 def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
     """The rows of a pass, of at most `longest` tokens (0: any number) below `vocabulary`. Raises Refused."""
-    if wanted.loss == "stable_reinforce":  # the default of some recipes
-        raise Refused(
-            "loss_fn='stable_reinforce' is not served: what it needs of the sampling is not recorded here; give the "
-            "recipe another loss, such as loss_fn=importance_sampling"
-        )
     if wanted.loss not in LOSSES:
         raise Refused(f"unknown loss_fn={wanted.loss!r}; there are {', '.join(LOSSES)}")
     named = LOSSES[wanted.loss]

@@ -69,13 +69,10 @@ class Samplers:
             self.turn("forward")
             copy = self._engines.group.snapshot(_name(number))
             (copy.create() if number == self.now else copy.load(self._sources[number])).result()
-        self._used(number)
+        self._kept = [*(each for each in self._kept if each != number), number]
         for each in [each for each in self._kept if each > START][: -self._keep]:
             self._kept.remove(each)
             self._engines.group.snapshot(_name(each)).drop().result()
-
-    def _used(self, number: int) -> None:
-        self._kept = [*(each for each in self._kept if each != number), number]
 
     def has(self, number: int) -> bool:
         """Whether a sampler of these weights can be answered anything."""
@@ -145,15 +142,13 @@ class Samplers:
         number = sampler.weights
         if number == self.now:
             return ""
-        if number in self._sources:
-            self.keep(number)
-        if number not in self._kept:
+        if number not in (*self._kept, *self._sources):
             raise Refused(
                 f"the weights of {sampler.name} (version {number}) are gone: ranks hold version {self.now}, and copies "
                 f"of {', '.join(map(str, sorted(self._kept))) or 'none'}; copies of {self._keep} are kept "
                 "(serve.snapshots), and all go when ranks restart for another model"
             )
-        self._used(number)
+        self.keep(number)
         return _name(number)
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
@@ -190,17 +185,15 @@ class Samplers:
 
     async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
         begun, held = self._begin(sampler, request), partial(self._begin_held, sampler)
-        for attempt in range(1, ATTEMPTS + 1):
+        for _ in range(ATTEMPTS):
             try:
                 begun = begun or await in_turn(held, request, ("samples", sampler.weights))
                 if begun is None:  # an error of this request alone: what fails in turn is the end of the model
                     raise EngineFailed("all engines died as soon as they had the weights")
                 return await asyncio.wrap_future(begun)
-            except (EngineFailed, VersionGone):  # others start in the place of dead ones only by a push
-                begun = None
-                if attempt == ATTEMPTS:
-                    raise
-        raise AssertionError("every attempt returns or raises")
+            except (EngineFailed, VersionGone) as error:  # others start in the place of dead ones only by a push
+                begun, failed = None, error
+        raise failed
 
     def _begin_held(
         self, sampler: Sampler, requests: Sequence[GenerateRequest]

@@ -125,10 +125,7 @@ class Service:
 
     # ---- a model -----------------------------------------------------------------------------------------------------
 
-    async def create_model(self, request: sdk.CreateModelRequest) -> Fields:
-        return self._create(request)
-
-    def _create(self, wanted: sdk.CreateModelRequest, *, path: str = "", moments: bool = False) -> Fields:
+    async def create_model(self, wanted: sdk.CreateModelRequest, *, path: str = "", moments: bool = False) -> Fields:
         """Create a model, with the weights of a checkpoint if there is a path, in the place of the one before. Raises
         Refused, and leaves that, for what is not served."""
         session = self.sessions.of(wanted.session_id)
@@ -217,8 +214,7 @@ class Service:
                     )
                 raise
 
-        key = None if rows is None else rows.key
-        return self._numbered(model_id, number, run, rows, key=key, size=len(body))
+        return self._numbered(model_id, number, run, rows, key=rows and rows.key, size=len(body))
 
     async def in_turn(self, cls: type[Request], handler: Callable[[Model, Request], Fields], fields: Fields) -> Fields:
         """Promise what `handler` answers to a request of a model. What is wrong with it is found in its turn, and its
@@ -284,9 +280,9 @@ class Service:
         run, _ = await asyncio.to_thread(self._policy.checkpoints.find, request.path)
         given = {name: fields[name] for name in CREATION if fields.get(name) is not None}
         wanted = read(sdk.CreateModelRequest, {**given, "base_model": request.base_model or run.base_model})
-        return self._create(wanted, path=request.path, moments=request.optimizer)
+        return await self.create_model(wanted, path=request.path, moments=request.optimizer)
 
-    def save_weights_for_sampler(self, model: Model, request: sdk.SaveWeightsForSamplerRequest) -> Fields:
+    def save_for_sampler(self, model: Model, request: sdk.SaveWeightsForSamplerRequest) -> Fields:
         sampler, session = self._policy.save_for_sampler(request), self.sessions.of(model.id)
         sampler_id = self.sessions.add(session, sampler)
         found = {"path": sampler.model_path} if sampler.model_path else {"sampling_session_id": sampler_id}
@@ -367,11 +363,12 @@ class Service:
 
     # ---- checkpoints and the server ----------------------------------------------------------------------------------
 
-    async def training_run(self, run: str) -> sdk.TrainingRun:
-        return await asyncio.to_thread(self._policy.checkpoints.run, run)
+    async def training_run(self, run: str) -> Fields:
+        return (await asyncio.to_thread(self._policy.checkpoints.run, run)).model_dump(mode="json")
 
-    async def checkpoints(self, run: str) -> sdk.CheckpointsListResponse:
-        return sdk.CheckpointsListResponse(checkpoints=await asyncio.to_thread(self._policy.checkpoints.of, run))
+    async def checkpoints(self, run: str) -> Fields:
+        listed = await asyncio.to_thread(self._policy.checkpoints.of, run)
+        return {"checkpoints": [saved.model_dump(mode="json") for saved in listed]}
 
     async def weights_info(self, fields: Fields) -> Fields:
         run, _ = await asyncio.to_thread(self._policy.checkpoints.find, fields["tinker_path"])

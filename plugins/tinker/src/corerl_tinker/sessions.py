@@ -45,10 +45,8 @@ async def answer_of(work: Callable[[], Awaitable[Answer]], notify: Callable[[str
     """What `work` returns, or the sentence of its error."""
     try:
         return await work()
-    except Refused as refused:
-        return failure(refused.message, refused.category)
     except UserError as error:
-        return failure(error.message, "user")
+        return failure(error.message, error.category if isinstance(error, Refused) else "user")
     except Exception as error:
         notify(f"a request has failed: {message_of(error)}")
         return failure(message_of(error), "server")

@@ -188,7 +188,6 @@ class ServedPolicy:
             self._samplers.turn("forward")
             logprobs = self._engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
         else:
-            self._samplers.turn("train")
             logprobs = self._add_gradients(samples, passes[0].loss)
         parts = np.split(logprobs, offsets_of([len(each.samples.tokens) for each in passes])[1:-1])
         return [each.done(part) for each, part in zip(passes, parts, strict=True)]
@@ -200,7 +199,6 @@ class ServedPolicy:
             raise Refused("optim_step without gradients: no forward_backward has come since the last step")
         if not (math.isfinite(asked.learning_rate) and asked.learning_rate >= 0):
             raise Refused(f"learning_rate={asked.learning_rate}; it has to be finite and at least 0")
-        self._samplers.turn("train")
         adam: AdamSettings | None = AdamSettings(
             betas=(asked.beta1, asked.beta2),
             eps=asked.eps,
@@ -220,12 +218,12 @@ class ServedPolicy:
         """Drop the gradients that no step has taken."""
         if self._gradients:
             # No backend takes a step whose gradients are not finite, and none leaves gradients after one.
-            self._samplers.turn("train")
             self._add_gradients(*INFINITE)
             self._take_step(0.0)
 
     def _add_gradients(self, samples: SampleBatch, loss: LossSpec) -> FloatArray:
         """Returns the log-probs, [N] or [N, K]."""
+        self._samplers.turn("train")
         group = self._engines.group
         plan, _ = group.plan_part(samples)  # with weights of 1, which leave the step no scale
         work = group.forward_backward(samples, plan, loss, outputs=Output.LOGPROBS)
@@ -233,6 +231,7 @@ class ServedPolicy:
         return work.result().outputs[Output.LOGPROBS]
 
     def _take_step(self, lr: float, adam: AdamSettings | None = None) -> TrainResult:
+        self._samplers.turn("train")
         step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr, adam=adam)
         result = self._engines.group.optimizer_step(step).result()
         self._step, self._gradients = self._step + 1, False

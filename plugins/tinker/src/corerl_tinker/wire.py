@@ -103,14 +103,8 @@ def sample_answer(drawn: Drawn) -> Answer:
     if drawn.prompt_logprobs is not None:  # a log-prob that is not there is written as NaN
         message.prompt_logprobs = drawn.prompt_logprobs.astype("<f4").tobytes()
     if drawn.prompt_top is not None:
-        tokens, logprobs = drawn.prompt_top
-        length, k = tokens.shape
-        message.topk_prompt_logprobs.CopyFrom(
-            pb.TopkLogprobs(
-                token_ids=tokens.astype("<i4").tobytes(),
-                logprobs=np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype("<f4").tobytes(),
-                k=k,
-                length=length,
-            )
-        )
+        (tokens, logprobs), top = drawn.prompt_top, message.topk_prompt_logprobs
+        top.length, top.k = tokens.shape
+        top.token_ids = tokens.astype("<i4").tobytes()
+        top.logprobs = np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype("<f4").tobytes()
     return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
