@@ -19,12 +19,13 @@ FSDP = [(Kind.BACKENDS, "fsdp")]
 HERE = origins(plugins_here([("backends", "fsdp")]))
 
 
-def test_nodes_need_no_sampler_and_no_extension_of_the_driver() -> None:
-    rollout, weights = {"engine": "fake", "sampler": "episodes"}, {"transport": "delta"}
+@pytest.mark.parametrize("transport", ["delta", "auto"])
+def test_nodes_need_what_runs_in_ranks_and_engines(transport: str) -> None:
+    rollout, weights = {"engine": "fake", "sampler": "episodes"}, {"transport": transport}
     tables = {"backend": {"name": "fsdp"}, "rollout": rollout, "extensions": [{"name": "elastic"}]}
     config = config_of({**tables, "weights": weights})
     ranks: Any = SimpleNamespace(assignments=[SimpleNamespace(extensions=[SimpleNamespace(name="nan-guard")])])
-    plan: Any = SimpleNamespace(processes=SimpleNamespace(roles={"actor": ranks}))
+    plan: Any = SimpleNamespace(processes=SimpleNamespace(roles={"actor": ranks}, transport="delta"))
     assert named_by(plan, config) == [
         (Kind.BACKENDS, "fsdp"),
         (Kind.ENGINES, "fake"),

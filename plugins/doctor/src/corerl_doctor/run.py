@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from attrs import evolve
 
 from corerl.algorithms import ACTOR
 from corerl.cluster import ask_each_node, ray_session
@@ -129,7 +130,8 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
 
 
 def named_by(plan: Plan, config: Config) -> list[tuple[Kind, str]]:
-    """The plugins that run in ranks and engines, as the config names them."""
+    """The plugins that run in ranks and engines, as the config names them, or the plan chooses in place of 'auto'."""
+    config = evolve(config, weights=evolve(config.weights, transport=plan.processes.transport))
     in_ranks = [each.name for role in plan.processes.roles.values() for each in role.assignments[0].extensions]
     elsewhere = (Kind.EXTENSIONS, Kind.SAMPLERS)  # a sampler is in the driver alone
     there = [(each.kind, each.name) for each in selected(config) if each.used and each.kind not in elsewhere]
