@@ -281,8 +281,8 @@ class Run:
         return self.recovery.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
-        """Go on from a checkpoint, with which the ranks have restarted. A run that only samples has just its weights,
-        and goes on where it is."""
+        """Go on from a checkpoint, with which the ranks have restarted. A run that only samples takes its weights
+        alone, and continues at its own step."""
         trains = self.plan.run.trains
         if not trains:
             point = evolve(point, checkpoint=None, state=self._driver_part().state)
