@@ -8,7 +8,7 @@ from attrs import frozen
 
 from corerl.config import at_least, option
 
-KEPT = 4 * 2**30  # bytes of gathered weights, as those of 2 B parameters in half precision; not measured where it pays most
+KEPT = 4 * 2**30  # bytes of gathered weights, as of 2 B parameters in half precision; chosen, not measured
 
 
 @frozen(kw_only=True)
