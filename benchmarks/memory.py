@@ -52,6 +52,7 @@ LIMIT = 240.0  # seconds for a case
 ALLOWED = 0.5  # GiB asleep, besides the context
 EXPERTS = {**shapes.QWEN3_30B_A3B, "num_hidden_layers": 4}
 BY_LAYER = {"reshard_after_forward": True}  # the least memory, whatever the model's size
+KEPT = {"compile": False}  # models of at most 4 GiB stay gathered by default
 EAGER = {**BY_LAYER, "compile": False}
 ON_HOST = {"stage": 2, "offload": "optimizer"}
 
@@ -79,6 +80,9 @@ CASES: Mapping[str, Work] = {
     "fsdp-single": evolve(COMPILED, what=f"{COMPILED.what}, one micro-batch", tokens=16384, micro_batches=1),
     "fsdp-recompute": recomputed(SLICED),
     "fsdp-0.6b": case("the 0.6B shape, sequences of 512", shapes.QWEN3_600M, sequence=512),
+    "fsdp-0.6b-kept": case("the 0.6B shape, weights kept gathered", shapes.QWEN3_600M, sequence=512, options=KEPT),
+    "fsdp-0.6b-compiled": case("the 0.6B shape, by default", shapes.QWEN3_600M, sequence=512, options={}),
+    "fsdp-gemma3-kept": case("Gemma 3 1B, weights kept gathered", shapes.GEMMA3_1B, options=KEPT),
     "fsdp-long": recomputed(LONG),
     "fsdp-gemma3": case("Gemma 3 1B", shapes.GEMMA3_1B),
     "fsdp-qwen3.5": case("8 layers of Qwen3.5 0.8B", shapes.QWEN3_5_SLICE),

@@ -46,8 +46,8 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "short": Case(shape="0.6b", new=256, steps=4),
-    "long": Case(shape="0.6b", new=4080),
-    "ragged": Case(shape="0.6b", new=4080, ends_every=3000),
+    "long": Case(shape="0.6b", new=4080, steps=3),
+    "ragged": Case(shape="0.6b", new=4080, ends_every=3000, steps=6),
     "lora-8b": Case(shape="8b", new=256, lora=32, steps=3, micro_batch=8192, fused="torch"),
     "lora-8b-adapters": Case(
         shape="8b", new=256, lora=32, adapters=True, steps=3, micro_batch=8192, fused="torch", target=1.4

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from benchmarks import runs
 from benchmarks.peers import verl, work
@@ -72,13 +73,14 @@ def test_each_side_has_a_turn_of_its_own_and_is_ended_with_its_last_step(
     monkeypatch.setattr(verl, "common", lambda side, step: common("verl", step))
     words = {"side": "both", "tiny": True, "deadline": 60.0, "attention": "triton"}
     args = argparse.Namespace(**words, verl_set=[])
-    made = verl.make("ragged", CASES["ragged"], args, tmp_path, tmp_path / "checkpoint")
+    case = evolve(CASES["ragged"], steps=2)
+    made = verl.make("ragged", case, args, tmp_path, tmp_path / "checkpoint")
     assert (tmp_path / "notes").read_text().split() == ["begins", "ends"] * 2
     for side in ("corerl", "verl"):
         assert [step["step"] for step in made[side]] == [1.0, 2.0, 3.0, 4.0]
         assert "trained" in (tmp_path / f"ragged-{side}.log").read_text()
     args.side = "none"
-    assert verl.make("ragged", CASES["ragged"], args, tmp_path, tmp_path / "checkpoint") == made  # which were kept
+    assert verl.make("ragged", case, args, tmp_path, tmp_path / "checkpoint") == made  # which were kept
 
 
 def test_sides_are_compared_at_equal_tokens() -> None:
@@ -87,8 +89,9 @@ def test_sides_are_compared_at_equal_tokens() -> None:
     other = [*first, {"length": 200.0, "step": 3.0}, {"length": 100.0, "step": 4.0}]
     found = report("ragged", CASES["ragged"], {"corerl": ours, "verl": other})
     assert found.comparisons[0].ratios == pytest.approx([100 / 150, 0.5])
-    ratio, sampled = found.numbers[:2]
+    ratio, pooled, sampled = found.numbers[:3]
     assert ratio.values == pytest.approx([1.5, 2.0])
+    assert pooled.values == pytest.approx([(200 / 3) / (300 / 7)])
     assert sampled.values == pytest.approx([64 * 100 / 1.0, 64 * 100 / 2.0])
     alone = report("ragged", CASES["ragged"], {"corerl": ours, "verl": []})
     assert not alone.comparisons and len(alone.numbers) == 3
