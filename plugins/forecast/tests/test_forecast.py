@@ -22,7 +22,7 @@ from tests.driver.saved import CRITIC, DATA, TEACHER, config_in
 MEASURED = {row["name"]: row for row in json.loads(Path("benchmarks/results/memory.json").read_text())["rows"]}
 
 
-OF_FSDP = ["fsdp", "fsdp-compiled", "fsdp-recompute", "fsdp-single", "fsdp-gemma3", "fsdp-experts"]
+OF_FSDP = ["fsdp", "fsdp-compiled", "fsdp-recompute", "fsdp-single", "fsdp-gemma3", "fsdp-gemma3-kept", "fsdp-experts"]
 
 
 @pytest.mark.parametrize("name", [*OF_FSDP, "deepspeed-1", "deepspeed-3", "megatron"])
