@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from corerl_tinker import service
 from corerl_tinker.requests import Draw, Refused
-from corerl_tinker.sessions import KEPT_SECONDS, LEAST_BYTES, Answer, Sessions
+from corerl_tinker.sessions import KEPT_SECONDS, LEAST_BYTES, Sessions
 from plugins.tinker.tests.clients import Bench, on_bench
 
 
@@ -104,9 +105,9 @@ def test_more_than_fits_waits_in_the_client() -> None:
         one, other = (sessions.of(sessions.begin()) for _ in range(2))
         go = asyncio.Event()
 
-        async def answer() -> Answer:
+        async def answer() -> Response:
             await go.wait()
-            return Answer(body=bytes(3000))
+            return Response(bytes(3000))
 
         first = sessions.promise(one, "first", answer, size=6000)
         with pytest.raises(Refused, match="requests and results hold 0 MiB of serve.memory_mib") as refused:
@@ -115,8 +116,8 @@ def test_more_than_fits_waits_in_the_client() -> None:
         waits = sessions.promise(one, "next in line", answer, size=6000, urgent=True)
         assert sessions.bytes == 12_000
         go.set()
-        assert await sessions.wait(first, 1.0) == Answer(body=bytes(3000))
-        await sessions.wait(waits, 1.0)
+        assert (await sessions.wait("first", first, 1.0)).body == bytes(3000)
+        await sessions.wait("next in line", waits, 1.0)
         assert sessions.bytes == 6000 and sessions.promise(one, "first", answer) is first
         sessions.promise(other, "third", answer, size=8000)  # in place of what was fetched
         assert sessions.bytes == 8000 and not one.promises

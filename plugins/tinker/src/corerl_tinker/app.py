@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import ipaddress
 import json
 import socket
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import uvicorn
+from pydantic_core import to_jsonable_python
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -29,7 +31,7 @@ from corerl_tinker import wire
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Refused, read
 from corerl_tinker.service import Service
-from corerl_tinker.sessions import Answer
+from corerl_tinker.sessions import Failure
 
 if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
@@ -42,8 +44,7 @@ IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so 
 # connection of its own, which it waits in.
 CLIENT_CONFIG = {"sample_use_retrieve_futures": True}
 RUN, CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
-# Takes the body as its route says, and words of the path.
-Handler = Callable[..., Awaitable[Answer | Mapping[str, Any] | None]]
+Handler = Callable[..., Any]  # takes the body as its route says, and words of the path; see `Service`
 
 
 def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
@@ -51,11 +52,11 @@ def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
     `dict`, the `bytes`, or None for nothing."""
     in_turn = partial(partial, service.in_turn)
     return [
-        ("GET", "healthz", _always({"status": "ok"}), None),
+        ("GET", "healthz", lambda: {"status": "ok"}, None),
         ("GET", "get_server_capabilities", service.capabilities, None),
-        ("POST", "client/config", _always(CLIENT_CONFIG), None),
+        ("POST", "client/config", lambda: CLIENT_CONFIG, None),
         # Stack traces, and headers of failed requests, which are not kept.
-        ("POST", "telemetry", _always({"status": "accepted"}), None),
+        ("POST", "telemetry", lambda: {"status": "accepted"}, None),
         ("POST", "create_session", service.create_session, sdk.CreateSessionRequest),
         ("POST", "session_heartbeat", service.session_heartbeat, sdk.SessionHeartbeatRequest),
         ("POST", "sessions/{session}/finish", service.finish_session, None),
@@ -79,13 +80,6 @@ def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
     ]
 
 
-def _always(fields: Mapping[str, Any]) -> Handler:
-    async def handler() -> Mapping[str, Any]:
-        return fields
-
-    return handler
-
-
 def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette:
     """Answers to whoever has the key, under the names `hosts`, localhost or an IP address."""
     names = {"localhost", *(host.lower() for host in hosts)}
@@ -95,21 +89,25 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
             try:
                 _require_entry(request, key=key, hosts=names)
                 body = await _body(request, most=wire.MOST_BYTES if given is bytes else MOST_JSON)
-                return _response(await handler(*_given(body, given), **request.path_params))
+                call = partial(handler, *_given(body, given), **request.path_params)
+                found = await (call() if inspect.iscoroutinefunction(handler) else asyncio.to_thread(call))
+                if found is None:
+                    return Response(status_code=204)
+                return found if isinstance(found, Response) else JSONResponse(to_jsonable_python(found))
             except Refused as refused:
-                return _refusal(refused.message, refused.status)
+                return Failure(refused.message, status=refused.status)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             except Exception as error:
                 traceback.print_exception(error)
-                return _refusal(f"the server cannot answer this: {one_line(error)}", FAILED)
+                return Failure(f"the server cannot answer this: {one_line(error)}", status=FAILED)
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
     async def lost(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = shorten(request.url.path, 200)
-        return _refusal(f"{request.method} {path} is not served here", error.status_code)
+        return Failure(f"{request.method} {path} is not served here", status=error.status_code)
 
     return Starlette(
         routes=[route(*each) for each in routes(service)],
@@ -152,16 +150,6 @@ def _given(body: bytes, wanted: Any) -> tuple[Any, ...]:
         return (body,)
     fields = json.loads(body)
     return (fields if wanted is dict else read(wanted, fields),)
-
-
-def _response(found: Answer | Mapping[str, Any] | None) -> Response:
-    if isinstance(found, Answer):
-        return Response(found.body, media_type=found.media_type)
-    return Response(status_code=204) if found is None else JSONResponse(found)
-
-
-def _refusal(sentence: str, status: int) -> Response:
-    return JSONResponse({"error": sentence, "category": "user"}, status)
 
 
 class Server:

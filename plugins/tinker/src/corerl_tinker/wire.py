@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 import numpy as np
+from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import TensorData
 from tinker.types.topk_logprobs import MASK_LOGPROB
@@ -14,7 +15,6 @@ from tinker.types.topk_logprobs import MASK_LOGPROB
 from corerl.messages import message_of
 from corerl.types import Array
 from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
-from corerl_tinker.sessions import Answer
 
 PROTOBUF = "application/x-protobuf"
 MOST_BYTES = 64 * 2**20  # of a body
@@ -81,7 +81,7 @@ def _array(tensor: pb.Tensor) -> Array:
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def pass_answer(done: PassDone) -> Answer:
+def pass_answer(done: PassDone) -> Response:
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=done.metrics)
     for several, rows in groupby(done.logprobs, key=lambda row: row.shape[1:]):
         parts = [np.ascontiguousarray(row, "<f4").tobytes() for row in rows]
@@ -89,10 +89,10 @@ def pass_answer(done: PassDone) -> Answer:
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
         tensor = pb.BatchedTensor(data=b"".join(parts), offsets=offsets, dtype=pb.DTYPE_FLOAT32, trailing_shape=several)
         record.fields["logprobs"].CopyFrom(tensor)
-    return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
+    return Response(message.SerializeToString(), media_type=PROTOBUF)
 
 
-def sample_answer(drawn: Drawn) -> Answer:
+def sample_answer(drawn: Drawn) -> Response:
     message = pb.SampleResponse()
     for tokens, logprobs, stopped in zip(drawn.tokens, drawn.logprobs, drawn.stopped, strict=True):
         message.sequences.add(
@@ -107,4 +107,4 @@ def sample_answer(drawn: Drawn) -> Answer:
         top.length, top.k = tokens.shape
         top.token_ids = tokens.astype("<i4").tobytes()
         top.logprobs = np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype("<f4").tobytes()
-    return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
+    return Response(message.SerializeToString(), media_type=PROTOBUF)
