@@ -78,6 +78,7 @@ def test_a_save_that_fails_leaves_what_was_there(kept: Checkpoints) -> None:
     with pytest.raises(OSError, match="no space left"):
         kept.save(PATH, fails, ttl=None, overwrite=True, user_metadata={})
     assert text_at(kept) == "weights" and len(kept.of("a:train:0")) == 1
+    assert [each.name for each in kept.state_of(PATH).parents[1].iterdir()] == ["step-1"]  # or the disk stays full
     save(kept, text="again")
     assert text_at(kept) == "again" and len(kept.of("a:train:0")) == 1
 
