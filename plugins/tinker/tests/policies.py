@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 from tinker import types
 
-from corerl.types import FloatArray, IntArray
+from corerl.engines import Generation, PromptScores, SamplingParams
+from corerl.types import FloatArray, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import SLOPES, Rows, rows_of
-from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
+from corerl_tinker.requests import InTurn, Pass, PassDone, Refused, Sampler
 from corerl_tinker.training import ServedPolicy
 
 NAME = "Qwen/Qwen3-8B-Base"
@@ -36,8 +38,8 @@ class OneNumber(ServedPolicy):
         self.hold = threading.Event()  # passes and creations wait for it
         self.hold.set()
         self.started = threading.Event()  # by a pass
-        self.drawn: list[Draw] = []
-        self.drawing: Callable[[Draw], Any] | None = None  # awaited before a draw
+        self.drawn: list[types.SampleRequest] = []
+        self.drawing: Callable[[types.SampleRequest], Any] | None = None  # awaited before a draw
         self.dies: Exception | None = None  # of the next pass
         self.ranks_ended = False
         self.refused = ""  # why the next model is not created
@@ -144,20 +146,25 @@ class OneNumber(ServedPolicy):
         number = len(self.samplers) - 1
         return Sampler(number=number, weights=number, name="", base_model=NAME, model_path=path)
 
-    async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
+    async def draw(self, sampler: Sampler, wanted: types.SampleRequest, in_turn: InTurn) -> Generation:
         self.drawn.append(wanted)
         if self.drawing is not None:
             await self.drawing(wanted)
-        most, samples = wanted.asked.sampling_params.max_tokens, wanted.asked.num_samples
-        length = min(most or 3, 1000)
-        scored = await in_turn(self._scored, wanted.prompt, 0) if wanted.asked.prompt_logprobs else None
-        return Drawn(
-            tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(samples)),
-            logprobs=(np.full(length, self.samplers[wanted.sampler.number], np.float32),) * samples,
-            stopped=(most is None,) * samples,
-            prompt_logprobs=scored,
+        prompt = wanted.prompt.to_ints()
+        most, samples = wanted.sampling_params.max_tokens, wanted.num_samples
+        length, scores = min(most or 3, 1000), None
+        if wanted.prompt_logprobs:
+            scores = PromptScores.unknown(len(prompt), SamplingParams())
+            scores = evolve(scores, logprobs=await in_turn(self._scored, prompt, 0))
+        return Generation(
+            tokens=np.concatenate([prompt[-1] + number + np.arange(length) for number in range(samples)]),
+            offsets=offsets_of([length] * samples),
+            logprobs=np.full(length * samples, self.samplers[sampler.number], np.float32),
+            versions=np.zeros(length * samples, np.int64),
+            truncated=np.full(samples, most is not None),
+            scores=scores,
         )
 
-    def _scored(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+    def _scored(self, prompts: Sequence[Sequence[int]]) -> list[FloatArray]:
         self._called("score")
         return [np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32) for prompt in prompts]

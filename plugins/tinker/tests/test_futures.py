@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from starlette.responses import Response
+from tinker.types import SampleRequest
 
 from corerl_tinker import service
-from corerl_tinker.requests import Draw, Refused
+from corerl_tinker.requests import Refused
 from corerl_tinker.sessions import KEPT_SECONDS, LEAST_BYTES, Sessions
 from plugins.tinker.tests.clients import Bench, on_bench
 
@@ -59,9 +60,9 @@ async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
     sampler = await client.sampler(await client.begin())
     gates = [asyncio.Event() for _ in range(4)]
 
-    async def drawing(wanted: Draw) -> None:
-        await gates[wanted.asked.seq_id or 0].wait()
-        if wanted.asked.seq_id == 3:
+    async def drawing(wanted: SampleRequest) -> None:
+        await gates[wanted.seq_id or 0].wait()
+        if wanted.seq_id == 3:
             raise Refused("not this one")
 
     bench.policy.drawing = drawing

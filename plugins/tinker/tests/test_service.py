@@ -115,8 +115,8 @@ def test_five_hundred_samples_at_once(client: tinker.ServiceClient, served: Serv
     found = [future.result() for future in [sampler.sample(prompt, 1, params) for prompt in prompts]]
     assert [each.sequences[0].tokens for each in found] == [[number] for number in range(512)]
     assert len({each.sequences[0].sequence_id for each in found}) == 512
-    assert sorted(wanted.asked.seq_id or 0 for wanted in served.policy.drawn) == list(range(512))
-    assert served.policy.drawn[0].asked.sampling_params == params
+    assert sorted(wanted.seq_id or 0 for wanted in served.policy.drawn) == list(range(512))
+    assert served.policy.drawn[0].sampling_params == params
 
 
 def test_samplers_of_checkpoints_answer_with_their_own_weights(client: tinker.ServiceClient, served: Served) -> None:

@@ -25,7 +25,6 @@ from plugins.tinker.tests.served import (
     ROWS,
     VOCABULARY,
     Served,
-    asked,
     create,
     datum,
     model_wanted,
@@ -288,7 +287,7 @@ def test_a_step_whose_gradients_overflow_is_not_applied(served: Served, policy: 
     sampler = publish(served)
     run(policy, Pass(loss="cross_entropy", datums=(datum([1, 2, 3], weights=[3e38, 3e38]),)))
     assert policy.step(ADAM)["applied"] == 0.0
-    assert len(served.draw(asked(sampler, [1, 2])).tokens) == 1  # its weights are those of now
+    assert len(served.draw(sampler, [1, 2]).sequences) == 1  # its weights are those of now
     assert losses + train(policy, 1) == expected
 
 

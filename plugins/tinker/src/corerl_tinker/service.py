@@ -20,7 +20,7 @@ from corerl_tinker import wire
 from corerl_tinker.losses import Rows
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.order import Asked, Model, Turns
-from corerl_tinker.requests import Draw, Fields, Refused, Request, draw_of, read
+from corerl_tinker.requests import Fields, Refused, Request, read, require_sampled
 from corerl_tinker.sessions import GONE, Failure, Session, Sessions, answer_of
 
 if TYPE_CHECKING:
@@ -318,16 +318,17 @@ class Service:
         request, sampler_id = read(sdk.SampleRequest, fields), fields["sampling_session_id"]
         session, sampler = self.sessions.sampler(sampler_id)
         name = f"{sampler_id}:{request.seq_id}"
-        wanted = draw_of(request, fields["sampling_params"], sampler=sampler)
-        self.sessions.promise(session, name, lambda: self._drawn(wanted), size=wanted.prompt.nbytes)
+        require_sampled(request, fields["sampling_params"])
+
+        async def drawn() -> Response:
+            self._require()
+            return wire.sample_answer(request, await self._policy.draw(sampler, request, self._turns.ask))
+
+        self.sessions.promise(session, name, drawn, size=8 * request.prompt.length)
         return {
             "request_id": name,
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
         }
-
-    async def _drawn(self, wanted: Draw) -> Response:
-        self._require()
-        return wire.sample_answer(await self._policy.draw(wanted, self._turns.ask))
 
     # ---- promises ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from tinker import types as sdk
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
 from corerl.config import ALL_LINEAR, EXPERTS, Config, LoraConfig, dump_toml, recorded
-from corerl.engines import GenerateRequest, SamplingParams, stops_of
+from corerl.engines import GenerateRequest, Generation, SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
 from corerl.ops import hash_key
@@ -25,7 +25,7 @@ from corerl.types import FloatArray, TrainResult, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
+from corerl_tinker.requests import InTurn, Pass, PassDone, Refused, Sampler
 from corerl_tinker.sampling import START, Samplers
 
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
@@ -329,17 +329,18 @@ class ServedPolicy:
             self._samplers.push()
         return START
 
-    async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
+    async def draw(self, sampler: Sampler, wanted: sdk.SampleRequest, in_turn: InTurn) -> Generation:
         """In the server's event loop. What ranks compute for it, such as log-probs of the prompt, waits its turn."""
-        vocabulary = self._plan.vocabulary
-        if (wanted.prompt < 0).any() or (wanted.prompt >= vocabulary).any():
-            raise Refused(f"all tokens of the prompt have to be below {vocabulary}, and none below 0")
-        if (top := wanted.asked.topk_prompt_logprobs) > vocabulary:
-            raise Refused(f"topk_prompt_logprobs={top}, of {vocabulary} tokens that there are")
-        return await self._samplers.draw(wanted, self._request(wanted), in_turn)
+        return await self._samplers.draw(sampler, wanted, self._request(sampler, wanted), in_turn)
 
-    def _request(self, wanted: Draw) -> GenerateRequest:
-        asked, length, samples = wanted.asked.sampling_params, len(wanted.prompt), wanted.asked.num_samples
+    def _request(self, sampler: Sampler, wanted: sdk.SampleRequest) -> GenerateRequest:
+        prompt, vocabulary = np.array(wanted.prompt.to_ints()), self._plan.vocabulary
+        asked, length, samples = wanted.sampling_params, len(prompt), wanted.num_samples
+        top, last = wanted.topk_prompt_logprobs, wanted.prompt_logprobs_last_n
+        if (prompt < 0).any() or (prompt >= vocabulary).any():
+            raise Refused(f"all tokens of the prompt have to be below {vocabulary}, and none below 0")
+        if top > vocabulary:
+            raise Refused(f"topk_prompt_logprobs={top}, of {vocabulary} tokens that there are")
         room = (self.context_length or length + self._plan.max_tokens) - length
         most = room if asked.max_tokens is None else asked.max_tokens
         if (self.context_length and most > room) or most < 1:
@@ -355,7 +356,6 @@ class ServedPolicy:
             except ValueError as error:
                 raise Refused(f"stop: {error}") from None
             tokens += [*self._ends, *of_texts]
-        top, last = wanted.asked.topk_prompt_logprobs, wanted.asked.prompt_logprobs_last_n
         params = SamplingParams(
             temperature=asked.temperature or 1.0,
             top_p=asked.top_p,
@@ -368,9 +368,9 @@ class ServedPolicy:
             scored_top=top,
         )
         # Noise follows from the seed or, without one, from the sampler and the request's number.
-        origin = (wanted.sampler.number, wanted.asked.seq_id) if asked.seed is None else (asked.seed % 2**63,)
+        origin = (sampler.number, wanted.seq_id) if asked.seed is None else (asked.seed % 2**63,)
         return GenerateRequest(
-            tokens=np.tile(wanted.prompt, samples),
+            tokens=np.tile(prompt, samples),
             offsets=offsets_of([length] * samples),
             noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
             params=params,

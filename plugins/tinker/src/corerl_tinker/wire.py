@@ -9,12 +9,13 @@ from typing import Literal, TypeAlias
 import numpy as np
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
-from tinker.types import TensorData
+from tinker.types import SampleRequest, TensorData
 from tinker.types.topk_logprobs import MASK_LOGPROB
 
+from corerl.engines import Generation
 from corerl.messages import message_of
 from corerl.types import Array
-from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
+from corerl_tinker.requests import Datum, Pass, PassDone, Refused
 
 PROTOBUF = "application/x-protobuf"
 MOST_BYTES = 64 * 2**20  # of a body
@@ -92,19 +93,21 @@ def pass_answer(done: PassDone) -> Response:
     return Response(message.SerializeToString(), media_type=PROTOBUF)
 
 
-def sample_answer(drawn: Drawn) -> Response:
-    message = pb.SampleResponse()
-    for tokens, logprobs, stopped in zip(drawn.tokens, drawn.logprobs, drawn.stopped, strict=True):
+def sample_answer(asked: SampleRequest, found: Generation) -> Response:
+    """The samples of one prompt, with its scores, of which those of the first row are read."""
+    message, ended_early = pb.SampleResponse(), found.truncated | found.unfinished
+    for start, end, by_length in zip(found.offsets, found.offsets[1:], ended_early, strict=False):
         message.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
-            tokens=tokens.astype("<i4").tobytes(),
-            logprobs=logprobs.astype("<f4").tobytes(),
+            stop_reason=pb.STOP_REASON_LENGTH if by_length else pb.STOP_REASON_STOP,
+            tokens=found.tokens[start:end].astype("<i4").tobytes(),
+            logprobs=found.logprobs[start:end].astype("<f4").tobytes(),
         )
-    if drawn.prompt_logprobs is not None:  # a log-prob that is not there is written as NaN
-        message.prompt_logprobs = drawn.prompt_logprobs.astype("<f4").tobytes()
-    if drawn.prompt_top is not None:
-        (tokens, logprobs), top = drawn.prompt_top, message.topk_prompt_logprobs
-        top.length, top.k = tokens.shape
-        top.token_ids = tokens.astype("<i4").tobytes()
-        top.logprobs = np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype("<f4").tobytes()
+    if found.scores is not None:
+        scores, top = found.scores.part(0, asked.prompt.length), message.topk_prompt_logprobs
+        if asked.prompt_logprobs:  # a log-prob that is not there is written as NaN
+            message.prompt_logprobs = scores.logprobs.astype("<f4").tobytes()
+        if asked.topk_prompt_logprobs:
+            top.length, top.k = scores.top_tokens.shape
+            top.token_ids = scores.top_tokens.astype("<i4").tobytes()
+            top.logprobs = np.nan_to_num(scores.top_logprobs, nan=MASK_LOGPROB).astype("<f4").tobytes()
     return Response(message.SerializeToString(), media_type=PROTOBUF)
