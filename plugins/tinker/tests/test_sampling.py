@@ -211,8 +211,6 @@ def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Serv
         by_ranks = served.draw(samplers[number], **how).prompt_logprobs_np
         np.testing.assert_allclose(by_ranks, own, atol=1e-5)
     assert [bool(copied) for copied in pushed] == [False, False, True, True, True]
-    with pytest.raises(Refused, match="topk_prompt_logprobs=33, of 32 tokens that there are"):
-        served.draw(samplers[0], topk_prompt_logprobs=33)
 
 
 def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
@@ -227,18 +225,6 @@ def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
     first, second = tokens(temperature=0.0)
     assert first == second
     assert [len(row) for row in tokens(max_tokens=None)] == [64 - len(PROMPT)] * 2
-
-
-def test_samples_end_at_tokens_and_texts(served: Served) -> None:
-    sampler = publish(served)
-    whole = served.draw(sampler, seed=7).sequences[0].tokens
-    at_token = served.draw(sampler, seed=7, stop=[whole[2]]).sequences[0]
-    assert (at_token.tokens, at_token.stop_reason) == (whole[:3], "stop")
-    text = served.policy._tokenizer.decode(whole[1:3])
-    at_text = served.draw(sampler, seed=7, stop=text).sequences[0]
-    assert (at_text.tokens, at_text.stop_reason) == (whole[:3], "stop")
-    with pytest.raises(Refused, match="stop: '' is an empty text"):
-        served.draw(sampler, stop="")
 
 
 def test_stops_are_told_apart(served: Served) -> None:
@@ -257,6 +243,8 @@ def test_stops_are_told_apart(served: Served) -> None:
         ({"prompt": [1, 32]}, "below 32"),
         ({"prompt": [1] * 60}, "a prompt of 60 tokens and 6 more do not fit in the context length 64"),
         ({"prompt": [1] * 64, "max_tokens": None}, "do not fit"),
+        ({"topk_prompt_logprobs": 33}, "topk_prompt_logprobs=33, of 32 tokens that there are"),
+        ({"stop": ""}, "stop: '' is an empty text"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(wrong: Mapping[str, Any], sentence: str, served: Served) -> None:

@@ -10,7 +10,6 @@ import tinker
 import torch
 from tinker import types
 
-from corerl.errors import WorkerDied
 from plugins.tinker.tests.conftest import KEY, Served
 from plugins.tinker.tests.policies import NAME
 
@@ -96,16 +95,6 @@ def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.Servi
     assert training.optim_step(types.AdamParams(learning_rate=2.0)).result().metrics == {"grad_norm": 1.0}
     with pytest.raises(tinker.BadRequestError, match="base model 'nobody/nothing' is not served here"):
         client.create_lora_training_client("nobody/nothing").result()
-
-
-def test_an_error_of_a_rank_reaches_the_caller(client: tinker.ServiceClient, served: Served) -> None:
-    training = client.create_lora_training_client(NAME).result()
-    served.policy.dies = WorkerDied("rank 1 (pid 7) was killed by SIGKILL in forward_backward")
-    results = [training.forward_backward([datum(1, [1.0])], "cross_entropy"), training.optim_step(types.AdamParams())]
-    for result in results:
-        with pytest.raises(tinker.RequestFailedError, match=r"rank 1 \(pid 7\) was killed by SIGKILL in forward_b"):
-            result.result()  # type: ignore[attr-defined]
-    assert len(served.notices) == 1 and "rank 1 (pid 7) was killed" in served.notices[0]
 
 
 def test_five_hundred_samples_at_once(client: tinker.ServiceClient, served: Served) -> None:

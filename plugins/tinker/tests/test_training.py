@@ -16,7 +16,6 @@ from attrs import evolve
 from tinker import types
 
 from corerl.errors import UserError
-from corerl.plugin import Capability
 from corerl_tinker.requests import Datum, Pass, Refused
 from corerl_tinker.training import ServedPolicy
 from plugins.tinker.tests.served import (
@@ -172,20 +171,6 @@ def test_losses_gradients_and_logprobs_are_those_of_torch(wanted: Pass, served: 
             np.testing.assert_allclose(row, expected, atol=1e-5)
     torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-4, atol=1e-5)
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 0.1
-
-
-def test_a_backend_without_targets_trains_on_next_tokens(served: Served, policy: ServedPolicy) -> None:
-    group = served.engines.group
-    own, lacks = group.role_plan, {**group.role_plan.backend.spec.capabilities}
-    del lacks[Capability.TARGETS]
-    group.role_plan = evolve(own, backend=evolve(own.backend, spec=evolve(own.backend.spec, capabilities=lacks)))
-    try:
-        for forward_only in (True, False):
-            with pytest.raises(UserError, match="forward.* with the column 'targets' requires 'targets', which"):
-                run(policy, evolve(of_several(), forward_only=forward_only))
-        assert train(policy, 2)[0] > 0
-    finally:
-        group.role_plan = own
 
 
 @pytest.mark.parametrize("wanted", PASSES.values(), ids=PASSES.keys())

@@ -55,9 +55,9 @@ def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objectiv
 class ServedPolicy:
     """The trained model and what samples from it, over one group of ranks and its engines.
 
-    One thread calls all but `planned`, `rows` and `draw`, in the order of the client's numbers. Each method raises
-    `Refused`, or another UserError, for what has failed alone, such as what the client should do otherwise; other
-    errors end the model.
+    One thread calls all but `planned`, `rows` and `draw`, in the order of the client's numbers, and trains no model
+    that is not created. Each method raises `Refused`, or another UserError, for what has failed alone, such as what the
+    client should do otherwise; other errors end the model.
     """
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
@@ -154,14 +154,8 @@ class ServedPolicy:
         if self._lora is None and not (asked.train_mlp and asked.train_attn):
             raise Refused("this server trains all weights, and not some layers alone; give it a table [lora]")
 
-    def _require_model(self, *, fresh: bool = True) -> None:
-        if not self._training:
-            raise Refused("no model is trained here; create one first", status=404)
-        if fresh:
-            self._freshen()
-
     def _freshen(self) -> None:
-        """Let the ranks hold what a new model begins with, if they do not."""
+        """Let the ranks hold what a new model begins with, if they do not yet."""
         if self._stale:
             self._restart("", START)
 
@@ -182,7 +176,7 @@ class ServedPolicy:
 
     def run(self, passes: Sequence[Rows]) -> list[PassDone]:
         """Compute log-probs, and add gradients unless they are `forward_only`, for passes that have the same `key`."""
-        self._require_model()
+        self._freshen()
         samples = SampleBatch.concatenate([each.samples for each in passes])
         if passes[0].forward_only:
             self._samplers.turn("forward")
@@ -194,7 +188,7 @@ class ServedPolicy:
 
     def step(self, asked: sdk.AdamParams) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""
-        self._require_model()
+        self._freshen()
         if not self._gradients:
             raise Refused("optim_step without gradients: no forward_backward has come since the last step")
         if not (math.isfinite(asked.learning_rate) and asked.learning_rate >= 0):
@@ -244,7 +238,7 @@ class ServedPolicy:
         kind, overwrite = "sampler_weights", False
         if isinstance(asked, sdk.SaveWeightsRequest):
             kind, overwrite = "weights", asked.overwrite
-        self._require_model()
+        self._freshen()
         if self._gradients:
             raise Refused("forward_backward has left gradients, which no checkpoint holds; save after optim_step")
         path = f"tinker://{self._training}/{kind}/{asked.path or ''}"
@@ -265,7 +259,6 @@ class ServedPolicy:
 
     def load(self, path: str, *, optimizer: bool) -> None:
         """Into the model that was created, with the moments of a training checkpoint or without."""
-        self._require_model(fresh=False)
         if self._gradients:
             raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
         self._go_on_from(path, moments=optimizer)
@@ -290,7 +283,7 @@ class ServedPolicy:
 
     def save_for_sampler(self, asked: sdk.SaveWeightsForSamplerRequest) -> Sampler:
         """A new sampler of the weights as they are, and their checkpoint if it has a name."""
-        self._require_model()
+        self._freshen()
         if asked.kind != "snapshot":
             raise Refused(f"kind={asked.kind!r} is not served: what a sampler answers with never changes; leave it out")
         path = None if asked.path is None else self.save(asked).tinker_path
