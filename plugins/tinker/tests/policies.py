@@ -17,7 +17,7 @@ from corerl.engines import Generation, PromptScores, SamplingParams
 from corerl.types import FloatArray, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import SLOPES, Rows, rows_of
-from corerl_tinker.requests import InTurn, Pass, PassDone, Refused, Sampler
+from corerl_tinker.requests import InTurn, Pass, Refused, Sampler
 from corerl_tinker.training import ServedPolicy
 
 NAME = "Qwen/Qwen3-8B-Base"
@@ -83,7 +83,7 @@ class OneNumber(ServedPolicy):
     def rows(self, wanted: Pass) -> Rows:
         return rows_of(wanted, vocabulary=10**9, longest=0)
 
-    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
+    def run(self, passes: Sequence[Rows]) -> list[FloatArray]:
         firsts = " ".join(str(rows.samples.tokens[0]) for rows in passes)
         self._called("forward" if passes[0].forward_only else f"pass {firsts}")
         self.started.set()
@@ -92,12 +92,11 @@ class OneNumber(ServedPolicy):
             raise self.dies
         return [self._run(rows) for rows in passes]
 
-    def _run(self, rows: Rows) -> PassDone:
+    def _run(self, rows: Rows) -> FloatArray:
         places = np.concatenate([np.arange(size) for size in np.diff(rows.samples.offsets)])
-        logprobs = (self.w - places + 1).astype(np.float32)
         if not rows.forward_only:
             self.gradient -= float(rows.samples.columns[SLOPES].sum())
-        return rows.done(logprobs)
+        return (self.w - places + 1).astype(np.float32)
 
     def discard(self) -> None:
         self._called("discard")

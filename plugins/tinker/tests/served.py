@@ -21,7 +21,7 @@ from corerl.config import config_of
 from corerl.types import FloatArray
 from corerl_tinker import wire
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Datum, InTurn, Pass, PassDone, Sampler
+from corerl_tinker.requests import Datum, InTurn, Pass, Sampler
 from corerl_tinker.training import ServedPolicy
 from tests.in_process import without_ray
 
@@ -115,8 +115,10 @@ def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options:
         yield Served(policy, engines)
 
 
-def run(policy: ServedPolicy, wanted: Pass) -> PassDone:
-    return policy.run([policy.rows(wanted)])[0]
+def run(policy: ServedPolicy, wanted: Pass) -> tuple[list[FloatArray], float]:
+    """The log-probs of each datum, and the loss."""
+    rows = policy.rows(wanted)
+    return rows.done(policy.run([rows])[0])
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
@@ -138,7 +140,7 @@ def train(policy: ServedPolicy, steps: int) -> list[float]:
     """The loss before each step."""
     losses = []
     for _ in range(steps):
-        losses.append(run(policy, supervised(*ROWS)).metrics["loss:sum"])
+        losses.append(run(policy, supervised(*ROWS))[1])
         policy.step(ADAM)
     return losses
 

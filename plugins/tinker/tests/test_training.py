@@ -166,8 +166,8 @@ def test_losses_gradients_and_logprobs_are_those_of_torch(wanted: Pass, served: 
     without = run(policy, evolve(wanted, forward_only=True))
     done = run(policy, wanted)
     for found in (done, without):
-        assert found.metrics == {"loss:sum": pytest.approx(value, rel=1e-5)}
-        for row, expected in zip(found.logprobs, logprobs, strict=True):
+        assert found[1] == pytest.approx(value, rel=1e-5)
+        for row, expected in zip(found[0], logprobs, strict=True):
             np.testing.assert_allclose(row, expected, atol=1e-5)
     torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-4, atol=1e-5)
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 0.1
@@ -179,17 +179,17 @@ def test_passes_add_the_gradients_of_one_alone_or_together(wanted: Pass, served:
     gradients = gradients_of(served.network)
     policy.discard()
     parts = [policy.rows(evolve(wanted, datums=[each])) for each in wanted.datums]
-    alone = [policy.run([part])[0] for part in parts]
+    alone = [part.done(policy.run([part])[0]) for part in parts]
     torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-5, atol=1e-6)
-    assert sum(part.metrics["loss:sum"] for part in alone) == pytest.approx(whole.metrics["loss:sum"], abs=1e-5)
+    assert sum(loss for _, loss in alone) == pytest.approx(whole[1], abs=1e-5)
     policy.discard()
     alike = [list(group) for _, group in itertools.groupby(parts, key=lambda part: part.key)]
     assert len(alike) == (3 if wanted is PASSES["cross_entropy of several targets"] else 1)
-    together = [done for group in alike for done in policy.run(group)]
+    together = [part.done(found) for group in alike for part, found in zip(group, policy.run(group), strict=True)]
     torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-5, atol=1e-6)
     for found, expected in zip(together, alone, strict=True):
-        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
-        np.testing.assert_allclose(found.logprobs[0], expected.logprobs[0], atol=1e-5)
+        assert found[1] == pytest.approx(expected[1], rel=1e-5)
+        np.testing.assert_allclose(found[0][0], expected[0][0], atol=1e-5)
 
 
 def with_adam(**settings: float) -> types.AdamParams:
@@ -226,7 +226,7 @@ def test_steps_with_settings_of_their_own_are_those_of_torch(served: Served, pol
     ]
     expected, losses = in_torch_trained(copy.deepcopy(served.network), settings), []
     for each in settings:
-        losses.append(run(policy, supervised(*ROWS)).metrics["loss:sum"])
+        losses.append(run(policy, supervised(*ROWS))[1])
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in gradients_of(served.network).values()))
         assert policy.step(each) == {"grad_norm": pytest.approx(norm, rel=1e-4), "applied": 1.0}
     assert losses == expected

@@ -22,7 +22,7 @@ from corerl.engines import Generation, PromptScores
 from corerl.types import offsets_of
 from corerl_tinker import wire
 from corerl_tinker.losses import rows_of
-from corerl_tinker.requests import PassDone, Refused
+from corerl_tinker.requests import Refused
 
 FLOATS = st.floats(width=32, allow_nan=False)
 
@@ -75,8 +75,7 @@ def test_the_sdk_reads_what_a_pass_returned(given_rows: list[tuple[list[float], 
     rows = [np.array(row * max(several, 1), np.float32) for row, several in given_rows]
     shapes = [[len(row), several] if several else [len(row)] for row, several in given_rows]
     logprobs = tuple(row.reshape(shape) for row, shape in zip(rows, shapes, strict=True))
-    done = PassDone(logprobs=logprobs, metrics={"loss:sum": 0.5})
-    found = deserialize_forward_backward_output(wire.pass_answer(done).body)
+    found = deserialize_forward_backward_output(bytes(wire.pass_answer(logprobs, 0.5).body))
     assert found.metrics == {"loss:sum": 0.5}
     assert [each["logprobs"].data for each in found.loss_fn_outputs] == [row.tolist() for row in rows]
     assert [each["logprobs"].shape for each in found.loss_fn_outputs] == shapes

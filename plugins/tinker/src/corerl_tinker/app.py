@@ -164,7 +164,7 @@ class Server:
     ) -> None:
         self._loop, self._socket = EventLoop("server"), listening
         self.service = Service(policy, options, self._loop, notify=notify)
-        self._http = uvicorn.Server(
+        self.http = uvicorn.Server(
             uvicorn.Config(
                 app(self.service, key=key, hosts=options.hosts),
                 lifespan="off",
@@ -178,18 +178,15 @@ class Server:
         )
 
     def run(self) -> None:
-        """Serve until `stop`, or until this thread is interrupted; it makes all calls of the policy but `draw`."""
+        """Serve until `http` is told to exit, or this thread is interrupted, which makes all calls of the policy but
+        `draw`."""
         try:
             self._loop.run(self._serve())
         finally:
             self._loop.close()
 
-    def stop(self) -> None:
-        """End `run`, from any thread; clients that wait are cut off."""
-        self._http.should_exit = self._http.force_exit = True
-
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(self.service.work())
-            await self._http.serve(sockets=[self._socket])
+            await self.http.serve(sockets=[self._socket])
             working.cancel()

@@ -11,7 +11,7 @@ from tinker import types as sdk
 
 from corerl.errors import UserError
 from corerl.messages import short_repr
-from corerl.types import Array, FloatArray, IntArray
+from corerl.types import Array, IntArray
 
 MOST_SAMPLES = 4096  # of one prompt
 MOST_TOKENS = 2**26  # of a prompt, once for each of its samples
@@ -57,14 +57,6 @@ class Pass:
     datums: Sequence[Datum]
     config: Mapping[str, float | str] = field(factory=dict)  # of the loss
     forward_only: bool = False
-
-
-@frozen(kw_only=True)
-class PassDone:
-    """What a pass returns: metrics have their reductions as suffixes (`loss:sum`)."""
-
-    logprobs: tuple[FloatArray, ...]  # for each datum, in the shape of its targets
-    metrics: Mapping[str, float]
 
 
 @define(kw_only=True, eq=False)

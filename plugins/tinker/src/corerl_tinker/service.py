@@ -209,7 +209,8 @@ class Service:
             try:
                 if rows is None:
                     raise refused
-                return [wire.pass_answer(done) for done in self._policy.run(passes)]
+                found = zip(passes, self._policy.run(passes), strict=True)
+                return [wire.pass_answer(*each.done(logprobs)) for each, logprobs in found]
             except UserError as error:
                 if not forward_only:
                     model.incomplete = (

@@ -25,7 +25,7 @@ from corerl.types import FloatArray, TrainResult, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import InTurn, Pass, PassDone, Refused, Sampler
+from corerl_tinker.requests import InTurn, Pass, Refused, Sampler
 from corerl_tinker.sampling import START, Samplers
 
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
@@ -174,8 +174,9 @@ class ServedPolicy:
         """The rows of a pass; in any thread."""
         return rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self.context_length)
 
-    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
-        """Compute log-probs, and add gradients unless they are `forward_only`, for passes that have the same `key`."""
+    def run(self, passes: Sequence[Rows]) -> list[FloatArray]:
+        """Compute log-probs, [N] or [N, K] of each, and add gradients unless they are `forward_only`, for passes that
+        have the same `key`."""
         self._freshen()
         samples = SampleBatch.concatenate([each.samples for each in passes])
         if passes[0].forward_only:
@@ -183,8 +184,7 @@ class ServedPolicy:
             logprobs = self._engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
         else:
             logprobs = self._add_gradients(samples, passes[0].loss)
-        parts = np.split(logprobs, offsets_of([len(each.samples.tokens) for each in passes])[1:-1])
-        return [each.done(part) for each, part in zip(passes, parts, strict=True)]
+        return np.split(logprobs, offsets_of([len(each.samples.tokens) for each in passes])[1:-1])
 
     def step(self, asked: sdk.AdamParams) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""

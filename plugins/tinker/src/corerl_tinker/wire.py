@@ -14,8 +14,8 @@ from tinker.types.topk_logprobs import MASK_LOGPROB
 
 from corerl.engines import Generation
 from corerl.messages import message_of
-from corerl.types import Array
-from corerl_tinker.requests import Datum, Pass, PassDone, Refused
+from corerl.types import Array, FloatArray
+from corerl_tinker.requests import Datum, Pass, Refused
 
 PROTOBUF = "application/x-protobuf"
 MOST_BYTES = 64 * 2**20  # of a body
@@ -82,9 +82,10 @@ def _array(tensor: pb.Tensor) -> Array:
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def pass_answer(done: PassDone) -> Response:
-    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=done.metrics)
-    for several, rows in groupby(done.logprobs, key=lambda row: row.shape[1:]):
+def pass_answer(logprobs: Sequence[FloatArray], loss: float) -> Response:
+    """Log-probs of each datum, in the shape of its targets."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
+    for several, rows in groupby(logprobs, key=lambda row: row.shape[1:]):
         parts = [np.ascontiguousarray(row, "<f4").tobytes() for row in rows]
         offsets = np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes()  # in bytes
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
