@@ -6,8 +6,17 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from starlette.responses import Response
-from tinker.types import SampleRequest
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types import (
+    Datum,
+    ForwardBackwardInput,
+    ForwardBackwardRequest,
+    ModelInput,
+    SampleRequest,
+    TensorData,
+)
 
 from corerl_tinker import service
 from corerl_tinker.requests import Refused
@@ -98,6 +107,25 @@ async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
     of_copies = [(await poll(last, clone=clone, timeout=0))["completions"] for clone in range(3)]
     assert [len(each) for each in of_copies] == [0, 0, 1]
     assert (await client.post("retrieve_futures", {"target": {"sampling_session_id": "nobody"}})).status_code == 404
+
+
+@on_bench()
+async def test_memory_is_that_of_what_was_read(bench: Bench) -> None:
+    client, nothing = bench.client, torch.zeros(2, 2**18)
+    session = await client.begin()
+    model = await client.model(session)
+    bench.policy.hold.clear()
+    await client.run(model, 1)
+    inputs = {"target_tokens": nothing.long(), "weights": nothing}
+    sparse = {name: TensorData.from_torch_sparse(each) for name, each in inputs.items()}
+    datum = Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs=sparse)
+    given = ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    request = ForwardBackwardRequest(forward_backward_input=given, model_id=model, seq_id=2)
+    body = forward_backward_request_to_proto(request).SerializeToString()
+    await client.post("forward_backward", body)
+    assert len(body) < 1000 and bench.service.sessions.bytes > 3 * 2**18 * (4 + 4)
+    await client.post(f"sessions/{session}/finish", {})
+    assert bench.service.sessions.bytes == 0
 
 
 def test_more_than_fits_waits_in_the_client() -> None:

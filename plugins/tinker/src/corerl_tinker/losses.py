@@ -127,6 +127,11 @@ class Rows:
         columns = tuple((name, column.shape[1:]) for name, column in self.samples.columns.items())
         return self.forward_only, self.loss.name, tuple(self.loss.params.items()), columns
 
+    @property
+    def size(self) -> int:
+        """Bytes: of sparse targets there are few in a body and many here."""
+        return sum(each.nbytes for each in (self.samples.tokens, self.known, *self.samples.columns.values()))
+
     def done(self, logprobs: FloatArray) -> tuple[list[FloatArray], float]:
         """What the pass returns, by the log-probs of its rows, [N] or [N, K]: those of each datum's targets in their
         shape, NaN where a target that does not count is no id; and the loss."""

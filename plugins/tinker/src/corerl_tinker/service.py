@@ -218,7 +218,7 @@ class Service:
                     )
                 raise
 
-        return self._numbered(model_id, number, run, rows, key=rows and rows.key, size=len(body))
+        return self._numbered(model_id, number, run, rows, key=rows and rows.key, size=rows.size if rows else 0)
 
     async def in_turn(self, cls: type[Request], handler: Callable[[Model, Request], Fields], fields: Fields) -> Fields:
         """Promise what `handler` answers to a request of a model. What is wrong with it is found in its turn, and its
