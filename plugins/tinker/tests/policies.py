@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from corerl.engines import Generation, PromptScores, SamplingParams
 from corerl.types import FloatArray, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import SLOPES, Rows, rows_of
+from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import InTurn, Pass, Refused, Sampler
 from corerl_tinker.training import ServedPolicy
 
@@ -30,6 +30,8 @@ class OneNumber(ServedPolicy):
     def __init__(self) -> None:
         self.w, self.gradient, self.moment = 0.0, 0.0, 0.0
         self.context_length = 4096
+        self._options = ServeOptions(name=NAME, aliases=("other/name",))
+        self._lora, self._rank, self._seed = None, 8, 0
         self.calls: list[str] = []  # of all calls but `draw`, in their order
         self.threads: set[str] = set()
         self.samplers: list[float] = []  # by number
@@ -51,21 +53,6 @@ class OneNumber(ServedPolicy):
     def _called(self, what: str) -> None:
         self.calls.append(what)
         self.threads.add(threading.current_thread().name)
-
-    def planned(self, wanted: types.CreateModelRequest, *, model_id: str, path: str = "") -> types.TrainingRun:
-        if wanted.base_model not in (NAME, "other/name"):
-            raise Refused(f"base model {wanted.base_model!r} is not served here")
-        run = types.TrainingRun(
-            training_run_id=model_id,
-            base_model=wanted.base_model,
-            model_owner="local",
-            is_lora=wanted.lora_config is not None,
-            lora_rank=wanted.lora_config.rank if wanted.lora_config else None,
-            last_request_time=datetime.now(UTC),
-            user_metadata=wanted.user_metadata,
-        )
-        self.checkpoints.begin(run)
-        return run
 
     def create(self, run: types.TrainingRun, path: str = "", *, optimizer: bool = False) -> None:
         self._called("create")
@@ -114,13 +101,9 @@ class OneNumber(ServedPolicy):
         return self._kept(f"weights/{asked.path}", asked, asked.overwrite)
 
     def _kept(self, name: str, asked: Any, overwrite: bool) -> types.Checkpoint:
-        path = f"tinker://{self.model}/{name}"
-
-        def write(file: Path) -> int:
-            return file.write_text(f"{self.w} {self.moment}")
-
-        kept = {"ttl": asked.ttl_seconds, "user_metadata": asked.user_metadata}
-        return self.checkpoints.save(path, write, overwrite=overwrite, **kept)
+        kept = {"ttl": asked.ttl_seconds, "user_metadata": asked.user_metadata, "overwrite": overwrite}
+        text = f"{self.w} {self.moment}"
+        return self.checkpoints.save(f"tinker://{self.model}/{name}", lambda file: file.write_text(text), **kept)
 
     def load(self, path: str, *, optimizer: bool) -> None:
         self._called("load")

@@ -84,16 +84,19 @@ def test_a_custom_loss_runs_in_the_client(client: tinker.ServiceClient, served: 
 
 def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.ServiceClient, served: Served) -> None:
     training = client.create_lora_training_client(NAME).result()
+    training.forward_backward([datum(3, [1.0])], "cross_entropy")
     refused = training.forward_backward([datum(1, [1.0])], "stable_reinforce")
     step = training.optim_step(types.AdamParams())
     with pytest.raises(tinker.RequestFailedError, match="unknown loss_fn='stable_reinforce'; there are .*imp") as error:
         refused.result()
     assert error.value.category is types.RequestErrorCategory.User
-    with pytest.raises(tinker.RequestFailedError, match="the step was not taken, and its gradients are dropped"):
+    why = "the step was not taken, and its gradients are dropped; request 2 of this model, a pass of this step, was ref"
+    with pytest.raises(tinker.RequestFailedError, match=f"{why}used: unknown loss_fn='stable_rein"):
         step.result()
     training.forward_backward([datum(1, [1.0])], "cross_entropy").result()
     assert training.optim_step(types.AdamParams(learning_rate=2.0)).result().metrics == {"grad_norm": 1.0}
-    with pytest.raises(tinker.BadRequestError, match="base model 'nobody/nothing' is not served here"):
+    assert served.policy.calls == ["create", "pass 3", "discard", "pass 1", "step"]
+    with pytest.raises(tinker.BadRequestError, match="base_model='nobody/nothing' is not served here"):
         client.create_lora_training_client("nobody/nothing").result()
 
 
@@ -123,7 +126,7 @@ def test_samplers_of_checkpoints_answer_with_their_own_weights(client: tinker.Se
 
 
 def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.ServiceClient, served: Served) -> None:
-    training = client.create_lora_training_client(NAME, rank=4, user_metadata={"renderer_name": "role_colon"}).result()
+    training = client.create_lora_training_client(NAME, rank=8, user_metadata={"renderer_name": "role_colon"}).result()
     saved = training.save_state("one", user_metadata={"step": "1"}).result()
     training.save_weights_for_sampler("two", ttl_seconds=3600).result()
     with pytest.raises(tinker.RequestFailedError, match="give the checkpoint another name, or say overwrite=True"):
@@ -131,7 +134,7 @@ def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.Service
     with pytest.warns(FutureWarning, match="create_rest_client"):  # one of its own would stay open
         rest = client.create_rest_client()
     run = rest.get_training_run_by_tinker_path(saved.path).result()
-    assert (run.training_run_id, run.base_model, run.lora_rank) == (training.model_id, NAME, 4)
+    assert (run.training_run_id, run.base_model, run.lora_rank) == (training.model_id, NAME, 8)
     assert run.user_metadata == {"renderer_name": "role_colon"}
     last = run.last_checkpoint
     assert last and (last.tinker_path, last.expires_at) == (saved.path, None)
@@ -140,7 +143,7 @@ def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.Service
     found = {each.checkpoint_id: each.checkpoint_type for each in listed}
     assert found == {"weights/one": "training", "sampler_weights/two": "sampler"}
     info = rest.get_weights_info_by_tinker_path(saved.path).result()
-    assert (info.base_model, info.is_lora, info.lora_rank) == (NAME, True, 4)
+    assert (info.base_model, info.is_lora, info.lora_rank) == (NAME, True, 8)
     rest.set_checkpoint_ttl_from_tinker_path(saved.path, 7200).result()
     assert served.policy.checkpoints.find(saved.path)[1].expires_at
     rest.delete_checkpoint_from_tinker_path(saved.path).result()
