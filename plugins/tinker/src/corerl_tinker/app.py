@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import uvicorn
-from pydantic_core import to_jsonable_python
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from tinker import types as sdk
 from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
@@ -44,6 +44,8 @@ IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so 
 # connection of its own, which it waits in.
 CLIENT_CONFIG = {"sample_use_retrieve_futures": True}
 RUN, CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
+JSON = "application/json"
+ANYTHING = TypeAdapter(Any)  # the SDK's own classes too
 Handler = Callable[..., Any]  # takes the body as its route says, and words of the path; see `Service`
 
 
@@ -93,7 +95,7 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
                 found = await (call() if inspect.iscoroutinefunction(handler) else asyncio.to_thread(call))
                 if found is None:
                     return Response(status_code=204)
-                return found if isinstance(found, Response) else JSONResponse(to_jsonable_python(found))
+                return found if isinstance(found, Response) else Response(ANYTHING.dump_json(found), media_type=JSON)
             except Refused as refused:
                 return Failure(refused.message, status=refused.status)
             except ClientDisconnect:
