@@ -21,7 +21,7 @@ from corerl_tinker.losses import Rows
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.order import Asked, Model, Turns
 from corerl_tinker.requests import Fields, Refused, Request, read, require_sampled
-from corerl_tinker.sessions import GONE, Failure, Session, Sessions, answer_of
+from corerl_tinker.sessions import GONE, Failure, Session, Sessions
 
 if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
@@ -118,12 +118,9 @@ class Service:
         if self._model is not None and self._model.session == session_id:
             self._model.run = None  # what is queued is not begun
             self._model = None
-            asyncio.create_task(answer_of(self._release, self._notify))  # noqa: RUF006  -- the group's queue holds it
+            released = asyncio.ensure_future(self._turns.call(self._policy.release))
+            released.add_done_callback(lambda each: each.cancelled() or each.exception())  # of which all are told
         self.sessions.end(session_id)
-
-    async def _release(self) -> Response:
-        await self._turns.call(self._policy.release)
-        return JSONResponse({})
 
     # ---- a model -----------------------------------------------------------------------------------------------------
 

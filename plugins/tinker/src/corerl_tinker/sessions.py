@@ -30,22 +30,11 @@ class Failure(JSONResponse):
         self.sentence = sentence
 
 
-async def answer_of(work: Callable[[], Awaitable[Response]], notify: Callable[[str], None]) -> Response:
-    """What `work` returns, or the sentence of its error."""
-    try:
-        return await work()
-    except UserError as error:
-        return Failure(error.message, error.category if isinstance(error, Refused) else "user")
-    except Exception as error:
-        notify(f"a request has failed: {message_of(error)}")
-        return Failure(message_of(error), "server")
-
-
 @define(kw_only=True, eq=False)
 class Promise:
-    """The answer to one request, once its task has ended."""
+    """The answer to one request, once its work is done."""
 
-    task: asyncio.Task[Response]
+    work: asyncio.Future[Response]
     size: int  # bytes of the request, then of the answer
     answer: Response | None = None  # not yet
     number: int = 0  # in the order in which promises of the session are done; 0: not yet
@@ -54,7 +43,7 @@ class Promise:
     def give_up(self, answer: Failure) -> None:
         if self.answer is None:
             self.answer = answer
-            self.task.cancel()
+            self.work.cancel()
 
 
 @define(kw_only=True, eq=False)
@@ -160,13 +149,13 @@ class Sessions:
                     "less at once",
                     status=429,
                 )
-        task = asyncio.create_task(answer_of(work, self._notify))
-        promise = session.promises[name] = Promise(task=task, size=max(size, LEAST_BYTES))
+        promise = Promise(work=asyncio.ensure_future(work()), size=max(size, LEAST_BYTES))
+        session.promises[name] = promise
         self.bytes += promise.size
 
-        def done(task: asyncio.Task[Response]) -> None:
-            if not task.cancelled():
-                promise.answer = promise.answer or task.result()
+        def done(work: asyncio.Future[Response]) -> None:
+            if not work.cancelled():
+                promise.answer = promise.answer or self._answer(work)
             if session.promises.get(name) is promise:  # and not dropped
                 self.bytes -= promise.size
                 promise.size = max(len(promise.answer.body) if promise.answer else 0, LEAST_BYTES)
@@ -175,12 +164,21 @@ class Sessions:
             promise.number = session.done
             session.more.set()
 
-        task.add_done_callback(done)
+        promise.work.add_done_callback(done)
         return promise
+
+    def _answer(self, work: asyncio.Future[Response]) -> Response:
+        """What it has returned, or the sentence of its error."""
+        if (error := work.exception()) is None:
+            return work.result()
+        if isinstance(error, UserError):
+            return Failure(error.message, error.category if isinstance(error, Refused) else "user")
+        self._notify(f"a request has failed: {message_of(error)}")
+        return Failure(message_of(error), "server")
 
     async def wait(self, name: str, promise: Promise, seconds: float) -> Response:
         """The answer. Raises Refused, with the status for which clients ask again, if there is none after `seconds`."""
-        await asyncio.wait([promise.task], timeout=seconds)
+        await asyncio.wait([promise.work], timeout=seconds)
         if promise.answer is None:
             raise Refused(f"request {name!r} is not done yet; ask again", status=408)
         promise.fetched = min(promise.fetched, self._clock())
