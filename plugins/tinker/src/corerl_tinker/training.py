@@ -85,7 +85,6 @@ class ServedPolicy:
         self._name = options.name  # by which the client calls the model
         self._step = 0  # the optimizer step that comes next
         self._gradients = False  # whether passes have left gradients that no step has taken
-        self._stale = False  # whether ranks are to begin with the model once more, before they do anything else
 
     @property
     def ended(self) -> bool:
@@ -124,7 +123,7 @@ class ServedPolicy:
         if path:
             self._go_on_from(path, moments=optimizer)
         elif self._step or self._samplers.now != START:
-            self._stale = True  # not yet: a checkpoint may be loaded next
+            self._restart("", START)
         self._training, self._name = run.training_run_id, run.base_model
 
     def release(self) -> None:
@@ -154,19 +153,13 @@ class ServedPolicy:
         if self._lora is None and not (asked.train_mlp and asked.train_attn):
             raise Refused("this server trains all weights, and not some layers alone; give it a table [lora]")
 
-    def _freshen(self) -> None:
-        """Let the ranks hold what a new model begins with, if they do not yet."""
-        if self._stale:
-            self._restart("", START)
-
     def _restart(self, directory: str, number: int | None, *, moments: bool = False) -> None:
         """Let other ranks go on from what `save` wrote, the weights of this number, or with the model."""
         self._samplers.turn("train")
-        self._gradients, self._stale = False, True
+        self._gradients = False
         self._samplers.restarting()
         self._step = self._engines.group.restart(directory, moments=moments).result().optimizer_step
         self._samplers.changed(number)
-        self._stale = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +170,6 @@ class ServedPolicy:
     def run(self, passes: Sequence[Rows]) -> list[FloatArray]:
         """Compute log-probs, [N] or [N, K] of each, and add gradients unless they are `forward_only`, for passes that
         have the same `key`."""
-        self._freshen()
         samples = SampleBatch.concatenate([each.samples for each in passes])
         if passes[0].forward_only:
             self._samplers.turn("forward")
@@ -188,7 +180,6 @@ class ServedPolicy:
 
     def step(self, asked: sdk.AdamParams) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""
-        self._freshen()
         if not self._gradients:
             raise Refused("optim_step without gradients: no forward_backward has come since the last step")
         if not (math.isfinite(asked.learning_rate) and asked.learning_rate >= 0):
@@ -238,7 +229,6 @@ class ServedPolicy:
         kind, overwrite = "sampler_weights", False
         if isinstance(asked, sdk.SaveWeightsRequest):
             kind, overwrite = "weights", asked.overwrite
-        self._freshen()
         if self._gradients:
             raise Refused("forward_backward has left gradients, which no checkpoint holds; save after optim_step")
         path = f"tinker://{self._training}/{kind}/{asked.path or ''}"
@@ -275,7 +265,7 @@ class ServedPolicy:
         try:
             self._restart(str(self.checkpoints.state_of(path)), self._weights_at.get(path), moments=moments)
         except UserError as error:
-            self._freshen()
+            self._restart("", START)
             raise Refused(f"{path} cannot be loaded, and ranks begin with the model again: {error.message}") from error
         self._weights_at[path] = self._samplers.now
 
@@ -283,7 +273,6 @@ class ServedPolicy:
 
     def save_for_sampler(self, asked: sdk.SaveWeightsForSamplerRequest) -> Sampler:
         """A new sampler of the weights as they are, and their checkpoint if it has a name."""
-        self._freshen()
         if asked.kind != "snapshot":
             raise Refused(f"kind={asked.kind!r} is not served: what a sampler answers with never changes; leave it out")
         path = None if asked.path is None else self.save(asked).tinker_path
@@ -307,7 +296,7 @@ class ServedPolicy:
                 )
             self._go_on_from(model_path)
             number = self._samplers.now
-        if number == self._samplers.now and not self._stale:
+        if number == self._samplers.now:
             self._samplers.keep()
             self._samplers.push()
         return self._samplers.add(number, model_path, base_model=run.base_model, model_path=model_path)
@@ -316,8 +305,8 @@ class ServedPolicy:
         if base_model in self._teachers:
             return self._teachers[base_model]
         self._require_served(base_model)
-        self._stale |= not self._training and self._samplers.now != START
-        self._freshen()
+        if not self._training and self._samplers.now != START:
+            self._restart("", START)
         if self._samplers.now == START:
             self._samplers.push()
         return START
