@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,19 +173,18 @@ def same(drawn: types.SampleResponse, expected: types.SampleResponse) -> bool:
     return found == wanted
 
 
-class Held:
-    """Samples that begin are in flight until `let_go`."""
-
-    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch, self._begin = monkeypatch, served.engines.begin
-        self._samples: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._requests: list[Any] = []
-        monkeypatch.setattr(type(served.engines), "begin", lambda _, request: self._hold(request))
-
-    def _hold(self, request: Any) -> concurrent.futures.Future[Any]:
-        self._requests.append(request)
-        return self._samples
-
-    async def let_go(self) -> None:
-        self._patch.undo()
-        self._samples.set_result(await asyncio.wrap_future(self._begin(self._requests[0])))
+@contextlib.asynccontextmanager
+async def in_flight(
+    served: Served, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[asyncio.Task[types.SampleResponse]]:
+    """A context in which samples with seed 5 are in flight; they come at its end, as they would have come before it."""
+    expected, begin = await served.drawing(sampler, seed=5), served.engines.begin
+    samples, requests = concurrent.futures.Future[Any](), list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(served.engines), "begin", lambda _, request: requests.append(request) or samples)
+        first = asyncio.create_task(served.drawing(sampler, seed=5))
+        await asyncio.sleep(0)
+        yield first
+    assert not first.done()
+    samples.set_result(await asyncio.wrap_future(begin(requests[0])))
+    assert same(await first, expected)

@@ -25,9 +25,9 @@ from plugins.tinker.tests.served import (
     MODEL,
     PROMPT,
     ROWS,
-    Held,
     Served,
     asked,
+    in_flight,
     publish,
     run,
     same,
@@ -50,17 +50,6 @@ def served(serving_one: Served) -> Served:
     """With a new model."""
     serving_one.new_model("a:train:0")
     return serving_one
-
-
-def test_sampled_tokens_have_the_logprobs_of_the_weights(served: Served) -> None:
-    for _ in range(2):
-        sampler = publish(served)
-        drawn = served.draw(sampler, num_samples=3)
-        assert [(len(each.tokens), each.stop_reason) for each in drawn.sequences] == [(6, "length")] * 3
-        for each in drawn.sequences:
-            scored = served.logprobs(sampler, [*PROMPT, *each.tokens])
-            np.testing.assert_allclose(each.logprobs, scored[len(PROMPT) :], atol=1e-5)
-        train(served.policy, 2)
 
 
 def test_a_frozen_samplers_logprobs_stay_bit_equal_for_ten_steps(served: Served) -> None:
@@ -272,20 +261,15 @@ def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monke
 def test_a_push_waits_for_samples_in_flight(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is asked for meanwhile is answered from its own weights."""
     old = publish(served)
-    expected = served.draw(old, seed=5)
     train(served.policy, 1)
 
     async def sampling() -> None:
-        held = Held(served, monkeypatch)
-        first = asyncio.create_task(served.drawing(old, seed=5))
-        await asyncio.sleep(0)
-        pushing = asyncio.create_task(asyncio.to_thread(publish, served))
-        await asyncio.wait([pushing], timeout=0.2)
-        assert not pushing.done() and not first.done()
-        await held.let_go()
-        assert same(await first, expected)
+        async with in_flight(served, old, monkeypatch) as first:
+            pushing = asyncio.create_task(asyncio.to_thread(publish, served))
+            await asyncio.wait([pushing], timeout=0.2)
+            assert not pushing.done()
         await pushing
-        assert same(await served.drawing(old, seed=5), expected)
+        assert same(await served.drawing(old, seed=5), first.result())
 
     asyncio.run(sampling())
 

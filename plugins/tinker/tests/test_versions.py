@@ -13,8 +13,8 @@ from plugins.tinker.tests.served import (
     LORA,
     MODEL,
     PROMPT,
-    Held,
     Served,
+    in_flight,
     publish,
     same,
     serving,
@@ -69,20 +69,14 @@ def test_what_engines_hold_no_more_is_sent_again(served: Served, pushed: list[st
 
 def test_a_push_waits_not_for_versions_that_stay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     old = publish(served)
-    expected = served.draw(old, seed=5)
     train(served.policy, 1)
 
     async def sampling() -> None:
-        held = Held(served, monkeypatch)
-        first = asyncio.create_task(served.drawing(old, seed=5))
-        await asyncio.sleep(0)
-        for _ in range(2):  # the second one goes in place of the first, which nobody samples from
-            new = await asyncio.wait_for(asyncio.to_thread(publish, served), 30.0)
-            await asyncio.to_thread(train, served.policy, 1)
-        assert not first.done()
-        await held.let_go()
-        assert same(await first, expected)
-        assert not same(await served.drawing(new, seed=5), expected)
+        async with in_flight(served, old, monkeypatch) as first:
+            for _ in range(2):  # the second one goes in place of the first, which nobody samples from
+                new = await asyncio.wait_for(asyncio.to_thread(publish, served), 30.0)
+                await asyncio.to_thread(train, served.policy, 1)
+        assert not same(await served.drawing(new, seed=5), first.result())
 
     asyncio.run(sampling())
 
@@ -100,14 +94,10 @@ def test_a_push_on_shared_devices_waits_for_all_samples(served: Served, monkeypa
         assert same(served.draw(old, seed=5), expected)
 
         async def sampling() -> None:
-            held = Held(served, monkeypatch)
-            first = asyncio.create_task(served.drawing(old, seed=5))
-            await asyncio.sleep(0)
-            pushing = asyncio.create_task(asyncio.to_thread(served.policy._samplers.push))
-            await asyncio.wait([pushing], timeout=0.3)
-            assert not pushing.done() and not first.done()
-            await held.let_go()
-            assert same(await first, expected)
+            async with in_flight(served, old, monkeypatch):
+                pushing = asyncio.create_task(asyncio.to_thread(served.policy._samplers.push))
+                await asyncio.wait([pushing], timeout=0.3)
+                assert not pushing.done()
             await pushing
 
         asyncio.run(sampling())
