@@ -110,7 +110,10 @@ async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
 async def test_memory_is_that_of_what_was_read(bench: Bench) -> None:
     nothing = torch.zeros(2, 2**18)
     session = await bench.begin()
-    model = await bench.model(session)
+    model, sampler = await bench.model(session), await bench.sampler(session)
+    before, bench.policy.drawing = bench.service.sessions.bytes, lambda wanted: asyncio.Event().wait()
+    await bench.sample(sampler, 0, num_samples=1000)  # of two tokens
+    assert bench.service.sessions.bytes == before + 1000 * 2 * 8
     bench.policy.hold.clear()
     await bench.run(model, 1)
     inputs = {"target_tokens": nothing.long(), "weights": nothing}

@@ -14,7 +14,7 @@ from corerl.messages import short_repr
 from corerl.types import Array, IntArray
 
 MOST_SAMPLES = 4096  # of one prompt
-MOST_TOKENS = 2**26  # of a prompt, once for each of its samples
+MOST_TOKENS = 2**25  # of a prompt, once for each of its samples: 256 MiB, the least that serve.memory_mib can be
 MOST_TOKEN = 2**31  # a token is below
 MOST_LIKELY = 2**22  # likely tokens of one prompt, of all its places together
 # What samplers are not asked, and what clients do instead.

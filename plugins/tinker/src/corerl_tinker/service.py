@@ -322,7 +322,8 @@ class Service:
             self._require()
             return wire.sample_answer(request, await self._policy.draw(sampler, request, self._turns.ask))
 
-        self.sessions.promise(session, name, drawn, size=8 * request.prompt.length)
+        tokens = request.num_samples * request.prompt.length  # engines are sent the prompt once for each sample
+        self.sessions.promise(session, name, drawn, size=8 * tokens)
         return {
             "request_id": name,
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
