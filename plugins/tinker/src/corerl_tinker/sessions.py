@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable
 
 from attrs import define, field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from corerl.errors import UserError
 from corerl.messages import message_of, short_repr
@@ -22,11 +23,13 @@ LEAST_BYTES = 1024  # what a promise counts for at least, of memory
 GONE = 410  # for which clients neither wait nor ask again
 
 
-class Failure(JSONResponse):
+class Failure(Response):
     """Why there is no result."""
 
     def __init__(self, sentence: str, category: Category = "user", status: int = 200) -> None:
-        super().__init__({"error": sentence, "category": category}, status)
+        # In ASCII: a sentence may quote what is no Unicode, such as the name of a file.
+        content = json.dumps({"error": sentence, "category": category})
+        super().__init__(content, status, media_type="application/json")
         self.sentence = sentence
 
 
