@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from attrs import evolve
 from corerl.cluster import Slot
 from corerl.errors import ConfigError, CorerlError, HookFailed, ResizeFailed, UserError, WorkerDied
 from corerl_elastic.changing import sizes_of
-from plugins.elastic.tests.cases import make, wide
+from plugins.elastic.tests.cases import Case, make, wide
 from tests.driver.fakes import told
 from tests.driver.groups import slots_of
 
@@ -107,15 +107,16 @@ def test_engines_that_do_not_start_leave_all_as_it_was(tmp_path: Path) -> None:
 # ---- how weights travel ----------------------------------------------------------------------------------------------
 
 
+def place_engines(case: Case, slots: Sequence[Slot]) -> None:
+    """Let engines that come be in these, as of a ResourcePool."""
+    found = {**case.pool.slots, "engines": [*case.pool.slots["engines"], *slots]}
+    case.pool.arranged = lambda placement, staying: found  # type: ignore[method-assign]
+
+
 def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = wide(tmp_path, "ipc", monkeypatch)
     assert case.groups.plan.processes.colocated_ranks == (0, 2)
-
-    def arrange(placement: object, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
-        slots = case.pool.slots
-        return {"actor": slots["actor"], "engines": [*slots["engines"], slots["actor"][1], slots["actor"][3]]}
-
-    case.pool.arranged = arrange  # type: ignore[method-assign]  # as of a ResourcePool
+    place_engines(case, case.pool.slots["actor"][1::2])
     case.change("rollout.replicas=4")
     assert case.groups.update_address().colocated_ranks == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 
@@ -123,12 +124,7 @@ def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path, mo
 def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = wide(tmp_path, "ipc", monkeypatch, replicas=1)
     before = case.state
-    elsewhere = slots_of(case.groups.plan.processes.placement, moved=7)["engines"]
-
-    def arrange(placement: object, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
-        return {"actor": case.pool.slots["actor"], "engines": [case.pool.slots["engines"][0], *elsewhere]}
-
-    case.pool.arranged = arrange  # type: ignore[method-assign]
+    place_engines(case, slots_of(case.groups.plan.processes.placement, moved=7)["engines"])
     told = case.fails(ConfigError, "rollout.replicas=2")
     assert told.startswith("weights.transport: 'ipc', but engines that stay would be on devices without actor ranks; ")
     assert case.log == ["take"] and case.state == before

@@ -27,13 +27,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
     return rooms_of(monkeypatch, 8)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "before", "after"),
-    [
-        *((4, 2, 3), (4, 2, 4), (4, 1, 3), (4, 3, 4), (4, 4, 3), (6, 2, 4), (6, 3, 5), (6, 2, 6), (6, 6, 2)),
-        *((8, 2, 4), (8, 3, 5), (8, 4, 8), (8, 5, 7), (8, 2, 6)),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "before", "after"), [(4, 2, 3), (6, 3, 5), (6, 6, 2), (8, 2, 6)])
 def test_engines_share_no_device_while_others_are_free(ranks: int, before: int, after: int, rooms: Rooms) -> None:
     rooms.begin({"actor": ranks, "engines": before})
     staying = {"actor": ranks, "engines": min(before, after)}

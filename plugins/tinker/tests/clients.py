@@ -21,11 +21,23 @@ from plugins.tinker.tests.policies import NAME, OneNumber
 Reply = httpx.Response
 
 
-class Client:
-    """POSTs, and waits for promises."""
+class Bench:
+    """A service and its app in the event loop of a test, a clock that the test moves, and requests."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self.http = http
+    def __init__(self, loop: EventLoop, **options: Any) -> None:
+        self.policy, self.notices, self.now = OneNumber(), list[str](), 0.0
+        self.options = ServeOptions(name=NAME, aliases=("other/name",), **options)
+        self.service = Service(self.policy, self.options, loop, notify=self.notices.append, clock=lambda: self.now)
+        self.app = app(self.service, key=KEY, hosts=("here.example",))
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"X-API-Key": KEY})
+
+    def promises(self) -> dict[str, Promise]:
+        """All that is kept, by the names of the requests."""
+        found: dict[str, Promise] = {}
+        for session in self.service.sessions._sessions.values():
+            found |= session.promises
+        return found
 
     async def post(self, path: str, fields: Mapping[str, Any] | bytes, **headers: str) -> Reply:
         body = {"content": fields} if isinstance(fields, bytes) else {"json": fields}
@@ -80,26 +92,6 @@ def pass_body(model: str, number: int, *, first: int = 1, tokens: int = 2, loss:
     weights = pb.Tensor(dense=np.ones(tokens, np.float32).tobytes(), dtype=pb.DTYPE_FLOAT32, shape=[tokens])
     datum.loss_fn_inputs["weights"].CopyFrom(weights)
     return message.SerializeToString()
-
-
-class Bench:
-    """A service and its app in the event loop of a test, and a clock that the test moves."""
-
-    def __init__(self, loop: EventLoop, **options: Any) -> None:
-        self.policy, self.notices, self.now = OneNumber(), list[str](), 0.0
-        self.options = ServeOptions(name=NAME, aliases=("other/name",), **options)
-        self.service = Service(self.policy, self.options, loop, notify=self.notices.append, clock=lambda: self.now)
-        self.app = app(self.service, key=KEY, hosts=("here.example",))
-        transport = httpx.ASGITransport(self.app)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"X-API-Key": KEY})
-        self.client = Client(self.http)
-
-    def promises(self) -> dict[str, Promise]:
-        """All that is kept, by the names of the requests."""
-        found: dict[str, Promise] = {}
-        for session in self.service.sessions._sessions.values():
-            found |= session.promises
-        return found
 
 
 def on_bench(**options: Any) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Callable[[], None]]:

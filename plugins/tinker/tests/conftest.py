@@ -61,6 +61,6 @@ def served() -> Iterator[Served]:
     server, thread, url = start(policy, options, notices)
     yield Served(policy=policy, server=server, url=url, notices=notices)
     policy.hold.set()
-    server.stop()
+    server.http.should_exit = server.http.force_exit = True
     thread.join()
     policy.directory.cleanup()

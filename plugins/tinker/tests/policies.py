@@ -5,17 +5,19 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 from tinker import types
 
-from corerl.types import FloatArray, IntArray
+from corerl.engines import Generation, PromptScores, SamplingParams
+from corerl.types import FloatArray, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import SLOPES, Rows, rows_of
-from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
+from corerl_tinker.options import ServeOptions
+from corerl_tinker.requests import InTurn, Pass, Refused, Sampler
 from corerl_tinker.training import ServedPolicy
 
 NAME = "Qwen/Qwen3-8B-Base"
@@ -28,6 +30,8 @@ class OneNumber(ServedPolicy):
     def __init__(self) -> None:
         self.w, self.gradient, self.moment = 0.0, 0.0, 0.0
         self.context_length = 4096
+        self._options = ServeOptions(name=NAME, aliases=("other/name",))
+        self._lora, self._rank, self._seed = None, 8, 0
         self.calls: list[str] = []  # of all calls but `draw`, in their order
         self.threads: set[str] = set()
         self.samplers: list[float] = []  # by number
@@ -36,8 +40,8 @@ class OneNumber(ServedPolicy):
         self.hold = threading.Event()  # passes and creations wait for it
         self.hold.set()
         self.started = threading.Event()  # by a pass
-        self.drawn: list[Draw] = []
-        self.drawing: Callable[[Draw], Any] | None = None  # awaited before a draw
+        self.drawn: list[types.SampleRequest] = []
+        self.drawing: Callable[[types.SampleRequest], Any] | None = None  # awaited before a draw
         self.dies: Exception | None = None  # of the next pass
         self.ranks_ended = False
         self.refused = ""  # why the next model is not created
@@ -49,21 +53,6 @@ class OneNumber(ServedPolicy):
     def _called(self, what: str) -> None:
         self.calls.append(what)
         self.threads.add(threading.current_thread().name)
-
-    def planned(self, wanted: types.CreateModelRequest, *, model_id: str, path: str = "") -> types.TrainingRun:
-        if wanted.base_model not in (NAME, "other/name"):
-            raise Refused(f"base model {wanted.base_model!r} is not served here")
-        run = types.TrainingRun(
-            training_run_id=model_id,
-            base_model=wanted.base_model,
-            model_owner="local",
-            is_lora=wanted.lora_config is not None,
-            lora_rank=wanted.lora_config.rank if wanted.lora_config else None,
-            last_request_time=datetime.now(UTC),
-            user_metadata=wanted.user_metadata,
-        )
-        self.checkpoints.begin(run)
-        return run
 
     def create(self, run: types.TrainingRun, path: str = "", *, optimizer: bool = False) -> None:
         self._called("create")
@@ -81,7 +70,7 @@ class OneNumber(ServedPolicy):
     def rows(self, wanted: Pass) -> Rows:
         return rows_of(wanted, vocabulary=10**9, longest=0)
 
-    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
+    def run(self, passes: Sequence[Rows]) -> list[FloatArray]:
         firsts = " ".join(str(rows.samples.tokens[0]) for rows in passes)
         self._called("forward" if passes[0].forward_only else f"pass {firsts}")
         self.started.set()
@@ -90,12 +79,11 @@ class OneNumber(ServedPolicy):
             raise self.dies
         return [self._run(rows) for rows in passes]
 
-    def _run(self, rows: Rows) -> PassDone:
+    def _run(self, rows: Rows) -> FloatArray:
         places = np.concatenate([np.arange(size) for size in np.diff(rows.samples.offsets)])
-        logprobs = (self.w - places + 1).astype(np.float32)
         if not rows.forward_only:
             self.gradient -= float(rows.samples.columns[SLOPES].sum())
-        return rows.done(logprobs)
+        return (self.w - places + 1).astype(np.float32)
 
     def discard(self) -> None:
         self._called("discard")
@@ -113,13 +101,9 @@ class OneNumber(ServedPolicy):
         return self._kept(f"weights/{asked.path}", asked, asked.overwrite)
 
     def _kept(self, name: str, asked: Any, overwrite: bool) -> types.Checkpoint:
-        path = f"tinker://{self.model}/{name}"
-
-        def write(file: Path) -> int:
-            return file.write_text(f"{self.w} {self.moment}")
-
-        kept = {"ttl": asked.ttl_seconds, "user_metadata": asked.user_metadata}
-        return self.checkpoints.save(path, write, overwrite=overwrite, **kept)
+        kept = {"ttl": asked.ttl_seconds, "user_metadata": asked.user_metadata, "overwrite": overwrite}
+        text = f"{self.w} {self.moment}"
+        return self.checkpoints.save(f"tinker://{self.model}/{name}", lambda file: file.write_text(text), **kept)
 
     def load(self, path: str, *, optimizer: bool) -> None:
         self._called("load")
@@ -144,20 +128,25 @@ class OneNumber(ServedPolicy):
         number = len(self.samplers) - 1
         return Sampler(number=number, weights=number, name="", base_model=NAME, model_path=path)
 
-    async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
+    async def draw(self, sampler: Sampler, wanted: types.SampleRequest, in_turn: InTurn) -> Generation:
         self.drawn.append(wanted)
         if self.drawing is not None:
             await self.drawing(wanted)
-        most, samples = wanted.asked.sampling_params.max_tokens, wanted.asked.num_samples
-        length = min(most or 3, 1000)
-        scored = await in_turn(self._scored, wanted.prompt, 0) if wanted.asked.prompt_logprobs else None
-        return Drawn(
-            tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(samples)),
-            logprobs=(np.full(length, self.samplers[wanted.sampler.number], np.float32),) * samples,
-            stopped=(most is None,) * samples,
-            prompt_logprobs=scored,
+        prompt = wanted.prompt.to_ints()
+        most, samples = wanted.sampling_params.max_tokens, wanted.num_samples
+        length, scores = min(most or 3, 1000), None
+        if wanted.prompt_logprobs:
+            scores = PromptScores.unknown(len(prompt), SamplingParams())
+            scores = evolve(scores, logprobs=await in_turn(self._scored, prompt, 0))
+        return Generation(
+            tokens=np.concatenate([prompt[-1] + number + np.arange(length) for number in range(samples)]),
+            offsets=offsets_of([length] * samples),
+            logprobs=np.full(length * samples, self.samplers[sampler.number], np.float32),
+            versions=np.zeros(length * samples, np.int64),
+            truncated=np.full(samples, most is not None),
+            scores=scores,
         )
 
-    def _scored(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+    def _scored(self, prompts: Sequence[Sequence[int]]) -> list[FloatArray]:
         self._called("score")
         return [np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32) for prompt in prompts]

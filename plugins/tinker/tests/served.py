@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,20 @@ import pytest
 import torch
 from attrs import frozen
 from tinker import types
+from tinker.proto.response_conv import deserialize_sample_response
 
 from corerl import Engines
 from corerl.config import config_of
 from corerl.types import FloatArray
+from corerl_tinker import wire
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Datum, Draw, Drawn, Pass, PassDone, Sampler
+from corerl_tinker.requests import Datum, InTurn, Pass, Sampler
 from corerl_tinker.training import ServedPolicy
 from tests.in_process import without_ray
 
 VOCABULARY = 32
 MODEL = "tiny"
+PROMPT = [1, 7, 8, 9, 4]
 ADAM = types.AdamParams(learning_rate=0.01)
 CONFIG: Mapping[str, Any] = {
     "backend": {"name": "plain"},
@@ -67,12 +70,20 @@ class Served:
 
     def logprobs(self, sampler: Sampler, prompt: Sequence[int]) -> FloatArray:
         """As `compute_logprobs` asks for them."""
-        found = self.draw(asked(sampler, prompt, max_tokens=1, prompt_logprobs=True)).prompt_logprobs
+        found = self.draw(sampler, prompt, max_tokens=1, prompt_logprobs=True).prompt_logprobs_np
         assert found is not None
         return found
 
-    def draw(self, wanted: Draw) -> Drawn:
-        return asyncio.run(self.policy.draw(wanted, at_once))
+    def draw(self, sampler: Sampler, prompt: Sequence[int] = PROMPT, **settings: Any) -> types.SampleResponse:
+        """As clients read it."""
+        return asyncio.run(self.drawing(sampler, prompt, **settings))
+
+    async def drawing(
+        self, sampler: Sampler, prompt: Sequence[int] = PROMPT, *, in_turn: InTurn | None = None, **settings: Any
+    ) -> types.SampleResponse:
+        wanted = asked(prompt, **settings)
+        found = await self.policy.draw(sampler, wanted, in_turn or at_once)
+        return deserialize_sample_response(bytes(wire.sample_answer(wanted, found).body))
 
     def new_model(self, model_id: str, *, rank: int | None = None) -> None:
         self.policy.release()
@@ -104,8 +115,10 @@ def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options:
         yield Served(policy, engines)
 
 
-def run(policy: ServedPolicy, wanted: Pass) -> PassDone:
-    return policy.run([policy.rows(wanted)])[0]
+def run(policy: ServedPolicy, wanted: Pass) -> tuple[list[FloatArray], float]:
+    """The log-probs of each datum, and the loss."""
+    rows = policy.rows(wanted)
+    return rows.done(policy.run([rows])[0])
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
@@ -127,16 +140,13 @@ def train(policy: ServedPolicy, steps: int) -> list[float]:
     """The loss before each step."""
     losses = []
     for _ in range(steps):
-        losses.append(run(policy, supervised(*ROWS)).metrics["loss:sum"])
+        losses.append(run(policy, supervised(*ROWS))[1])
         policy.step(ADAM)
     return losses
 
 
 def weights_of(served: Served) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in served.network.named_parameters()}
-
-
-PROMPT = [1, 7, 8, 9, 4]
 
 
 def save(policy: ServedPolicy, name: str, **more: Any) -> types.Checkpoint:
@@ -147,36 +157,34 @@ def publish(served: Served, name: str | None = None) -> Sampler:
     return served.policy.save_for_sampler(types.SaveWeightsForSamplerRequest(model_id="", path=name))
 
 
-def asked(sampler: Sampler, prompt: Sequence[int] = PROMPT, **settings: Any) -> Draw:
+def asked(prompt: Sequence[int] = PROMPT, **settings: Any) -> types.SampleRequest:
     """Samples of six tokens, with further fields of the SDK's request or its sampling parameters."""
     own = {name: settings.pop(name) for name in settings.keys() & types.SampleRequest.model_fields.keys()}
-    request = types.SampleRequest(
+    return types.SampleRequest(
         prompt=types.ModelInput.from_ints(list(prompt)),
         sampling_params=types.SamplingParams(**{"max_tokens": 6, "stop": [], **settings}),
         **{"seq_id": 0, **own},
     )
-    return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)
 
 
-def same(drawn: Drawn, expected: Drawn) -> bool:
+def same(drawn: types.SampleResponse, expected: types.SampleResponse) -> bool:
     """To the last bit."""
-    pairs = zip((*drawn.tokens, *drawn.logprobs), (*expected.tokens, *expected.logprobs), strict=True)
-    return all(found.tobytes() == wanted.tobytes() for found, wanted in pairs)
+    found, wanted = ([(each.tokens, each.logprobs) for each in of.sequences] for of in (drawn, expected))
+    return found == wanted
 
 
-class Held:
-    """Samples that begin are in flight until `let_go`."""
-
-    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch, self._begin = monkeypatch, served.engines.begin
-        self._samples: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._requests: list[Any] = []
-        monkeypatch.setattr(type(served.engines), "begin", lambda _, request: self._hold(request))
-
-    def _hold(self, request: Any) -> concurrent.futures.Future[Any]:
-        self._requests.append(request)
-        return self._samples
-
-    async def let_go(self) -> None:
-        self._patch.undo()
-        self._samples.set_result(await asyncio.wrap_future(self._begin(self._requests[0])))
+@contextlib.asynccontextmanager
+async def in_flight(
+    served: Served, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[asyncio.Task[types.SampleResponse]]:
+    """A context in which samples with seed 5 are in flight; they come at its end, as they would have come before it."""
+    expected, begin = await served.drawing(sampler, seed=5), served.engines.begin
+    samples, requests = concurrent.futures.Future[Any](), list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(served.engines), "begin", lambda _, request: requests.append(request) or samples)
+        first = asyncio.create_task(served.drawing(sampler, seed=5))
+        await asyncio.sleep(0)
+        yield first
+    assert not first.done()
+    samples.set_result(await asyncio.wrap_future(begin(requests[0])))
+    assert same(await first, expected)

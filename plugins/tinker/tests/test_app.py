@@ -46,47 +46,45 @@ async def test_a_name_that_is_not_the_servers_is_refused(bench: Bench) -> None:
 
 @on_bench()
 async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    await client.model(session)
-    sampler = await client.sampler(session)
+    session = await bench.begin()
+    await bench.model(session)
+    sampler = await bench.sampler(session)
     of_targets = {"data": [3], "dtype": "int64", "shape": [1, 1]}
     image = {"chunks": [{"type": "image", "data": "AAAA", "format": "png"}]}
     refused = [
-        (await client.post("copy_weights", {}), 404, "POST /api/v1/copy_weights is not served here"),
+        (await bench.post("copy_weights", {}), 404, "POST /api/v1/copy_weights is not served here"),
         (await bench.http.get("/api/v1/create_session"), 405, "GET /api/v1/create_session is not served here"),
-        (await client.post("create_session", {}), 400, "tags: Field required, got {}"),
-        (await client.create(session, 1, new_field=3), 400, "new_field: Extra inputs are not permitted, got 3"),
-        (await client.sample(sampler, 1, prompt=image), 400, "a chunk of type 'image'; this server reads text only"),
-        (await client.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served; ask for"),
-        (await client.sample(sampler, 1, target_prompt_logprobs=of_targets), 400, "target_prompt_logprobs is not ser"),
-        (await client.sample(sampler, 1, seq_id=None), 400, "seq_id is missing; number the requests"),
-        (await client.sample(sampler, 1, num_samples=10**9), 400, "num_samples=1000000000 is out of range"),
-        (await client.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
-        (await client.sample(sampler, 1, sampling_params={"stop": [2**70]}), 400, "stop=[1180591620717411303424] is"),
-        (await client.sample(sampler, 1, sampling_params={"min_p": 0.1}), 400, "sampling_params.min_p is not served"),
-        (await client.sample("elsewhere", 1), 404, "session 'elsewhere' has ended"),
-        (await client.post("weights_info", {"tinker_path": "tinker://a/weights/b"}), 404, "has no checkpoint here"),
-        (await client.post("weights_info", {"tinker_path": "tinker://../weights/a"}), 400, "wanted tinker://RUN/w"),
+        (await bench.post("create_session", {}), 400, "tags: Field required, got {}"),
+        (await bench.create(session, 1, new_field=3), 400, "new_field: Extra inputs are not permitted, got 3"),
+        (await bench.sample(sampler, 1, prompt=image), 400, "a chunk of type 'image'; this server reads text only"),
+        (await bench.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served; ask for"),
+        (await bench.sample(sampler, 1, target_prompt_logprobs=of_targets), 400, "target_prompt_logprobs is not ser"),
+        (await bench.sample(sampler, 1, seq_id=None), 400, "seq_id is missing; number the requests"),
+        (await bench.sample(sampler, 1, num_samples=10**9), 400, "num_samples=1000000000 is out of range"),
+        (await bench.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
+        (await bench.sample(sampler, 1, sampling_params={"stop": [2**70]}), 400, "stop=[1180591620717411303424] is"),
+        (await bench.sample(sampler, 1, sampling_params={"min_p": 0.1}), 400, "sampling_params.min_p is not served"),
+        (await bench.sample("elsewhere", 1), 404, "session 'elsewhere' has ended"),
+        (await bench.post("weights_info", {"tinker_path": "tinker://a/weights/b"}), 404, "has no checkpoint here"),
+        (await bench.post("weights_info", {"tinker_path": "tinker://../weights/a"}), 400, "wanted tinker://RUN/w"),
     ]
     for found, status, sentence in refused:
         assert found.status_code == status and sentence in found.json()["error"], found.text
-    assert (await client.create(session, 1, new_field=0)).status_code == 200  # of a later SDK, and not used
+    assert (await bench.create(session, 1, new_field=0)).status_code == 200  # of a later SDK, and not used
 
 
 @on_bench()
 async def test_what_no_client_sends_and_faults_are_no_silent_retry(bench: Bench) -> None:
-    client = bench.client
     bench.policy.checkpoints.run = lambda name: 1 // 0  # type: ignore[assignment, method-assign, return-value]
     with contextlib.redirect_stderr(io.StringIO()) as console:
         failed = [
             (await bench.http.get("/api/v1/training_runs/a"), "ZeroDivisionError"),
-            (await client.post("create_session", b"{nothing"), "JSONDecodeError"),
-            (await client.post("create_session", b"[" * 10**5), "RecursionError"),
-            (await client.post("create_session", b"[1]"), "AttributeError"),
-            (await client.post("forward_backward", b"\xff"), "DecodeError"),
-            (await client.post("optim_step", {"seq_id": 1}), "KeyError"),
-            (await client.post("weights_info", {"tinker_path": 7}), "TypeError"),
+            (await bench.post("create_session", b"{nothing"), "JSONDecodeError"),
+            (await bench.post("create_session", b"[" * 10**5), "RecursionError"),
+            (await bench.post("create_session", b"[1]"), "AttributeError"),
+            (await bench.post("forward_backward", b"\xff"), "DecodeError"),
+            (await bench.post("optim_step", {"seq_id": 1}), "KeyError"),
+            (await bench.post("weights_info", {"tinker_path": 7}), "TypeError"),
         ]
     for found, error in failed:
         assert found.status_code == 422  # and no 5xx, which clients repeat for minutes
@@ -96,19 +94,18 @@ async def test_what_no_client_sends_and_faults_are_no_silent_retry(bench: Bench)
 
 @on_bench()
 async def test_bodies_may_have_64_mib_and_no_more(bench: Bench) -> None:
-    client = bench.client
-    model = await client.model(await client.begin())
+    model = await bench.model(await bench.begin())
     tokens = 4_000_000  # of 16 bytes each, with their target and weight
     large = pass_body(model, 1, tokens=tokens)
     assert 0.9 * wire.MOST_BYTES < len(large) < wire.MOST_BYTES
-    answer = await client.get((await client.post("forward_backward", large)).json()["request_id"])
+    answer = await bench.get((await bench.post("forward_backward", large)).json()["request_id"])
     assert answer.status_code == 200 and len(answer.content) > 4 * tokens
     larger = pass_body(model, 2, tokens=tokens * 11 // 10)
-    found = await client.post("forward_backward", larger)
+    found = await bench.post("forward_backward", larger)
     assert found.status_code == 413 and "more than 67108864 bytes" in found.json()["error"]
     text = json.dumps({"tags": ["x" * 17 * 2**20]}).encode()
-    assert (await client.post("create_session", text)).status_code == 413
-    assert (await client.get(f"{model}:2")).status_code == 410  # which is not known
+    assert (await bench.post("create_session", text)).status_code == 413
+    assert (await bench.get(f"{model}:2")).status_code == 410  # which is not known
 
 
 @on_bench()

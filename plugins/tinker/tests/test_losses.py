@@ -33,7 +33,7 @@ def test_targets_are_the_next_tokens_of_a_row() -> None:
         "old_logprobs": [0.0, 0.0, -1.0, -2.0, 0.0, -1.0],
         "advantages": [0.0, 0.0, 1.5, -1.0, 0.0, 2.0],
     }
-    outputs = found.done(np.arange(6, dtype=np.float32)).logprobs
+    outputs = found.done(np.arange(6, dtype=np.float32))[0]
     assert [row.tolist() for row in outputs] == [[1.0, 2.0, 3.0], [5.0]]
 
 
@@ -43,7 +43,7 @@ def test_targets_that_are_not_the_next_token_are_a_column() -> None:
     found = rows("importance_sampling", evolve(ROW, inputs=inputs))
     assert found.samples.tokens.tolist() == [5, 6, 7, 8]
     assert found.samples.columns["targets"].tolist() == [0, 0, 9, 8]
-    (row,) = found.done(np.arange(4, dtype=np.float32)).logprobs
+    (row,) = found.done(np.arange(4, dtype=np.float32))[0]
     assert row.tolist() == [1.0, 2.0, 3.0]
 
 
@@ -51,7 +51,7 @@ def test_targets_that_do_not_count_may_be_no_tokens() -> None:
     last = {**ROW.inputs, "target_tokens": np.array([6, 7, -100]), "advantages": np.array([1.0, 0.0, 0.0])}
     found = rows("importance_sampling", evolve(ROW, inputs=last))
     assert found.samples.tokens.tolist() == [5, 6, 7, 7] and "targets" not in found.samples.columns
-    (row,) = found.done(np.arange(4, dtype=np.float32)).logprobs
+    (row,) = found.done(np.arange(4, dtype=np.float32))[0]
     assert row[:2].tolist() == [1.0, 2.0] and np.isnan(row[2])
 
 
@@ -69,9 +69,9 @@ def test_datums_with_other_numbers_of_targets_go_through_one_pass() -> None:
         "loss_mask": [False, False, True, False, True, True, False, True],
     }
     logprobs = -np.arange(24, dtype=np.float32).reshape(8, 3)
-    outputs = [row.tolist() for row in found.done(logprobs).logprobs]
+    outputs = [row.tolist() for row in found.done(logprobs)[0]]
     assert outputs == [[[-3, -4, -5], [-6, -7, -8]], [[-12], [-15]], [-21]]
-    assert found.value(logprobs) == pytest.approx(0.5 * 6 - 0.25 * 8 + 12 + 15 + 21)
+    assert found.done(logprobs)[1] == pytest.approx(0.5 * 6 - 0.25 * 8 + 12 + 15 + 21)
 
 
 def test_one_target_of_each_token_needs_no_column() -> None:
@@ -79,7 +79,7 @@ def test_one_target_of_each_token_needs_no_column() -> None:
     found = rows("cross_entropy", Datum(tokens=np.array([5, 6]), inputs=inputs))
     columns = {name: column.tolist() for name, column in found.samples.columns.items()}
     assert columns == {"logprob_weights": [0.0, -1.0, -1.0], "loss_mask": [False, True, True]}
-    assert found.done(np.arange(3, dtype=np.float32)).logprobs[0].tolist() == [[1.0], [2.0]]
+    assert found.done(np.arange(3, dtype=np.float32))[0][0].tolist() == [[1.0], [2.0]]
 
 
 def test_thresholds_are_those_of_the_api_unless_given() -> None:
@@ -91,7 +91,7 @@ def test_thresholds_are_those_of_the_api_unless_given() -> None:
         assert found == pytest.approx({"clip_low_threshold": low, "clip_high_threshold": high})
         assert rows(loss, given, clip_high_threshold=4.5).loss.params["clip_high_threshold"] == 4.5
     ratios = np.array([0.0, 0.0, 0.0, 0.0], np.float32)  # e and e^2
-    value = rows("ppo", ROW, clip_high_threshold=1.1).value(ratios)
+    value = rows("ppo", ROW, clip_high_threshold=1.1).done(ratios)[1]
     assert value == pytest.approx(-(1.1 * 1.5) + np.exp(2.0), rel=1e-5)
 
 

@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corerl.errors import UserError, WorkerDied
-from corerl_tinker.losses import LOSSES
 from corerl_tinker.order import GAP_SECONDS, Asked, Model, Turns
 from plugins.tinker.tests.clients import Bench, on_bench
-
-UNHEARD = "unknown loss_fn='unheard'; there are " + ", ".join(LOSSES)
 
 
 @settings(max_examples=50, deadline=None)
@@ -101,26 +98,24 @@ def test_nothing_is_done_for_who_has_gone() -> None:
 
 @on_bench()
 async def test_a_repeated_request_is_the_same_promise(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    model = await client.model(session)
-    assert (await client.create(session)).json()["request_id"] == f"{model}:0"
+    session = await bench.begin()
+    model = await bench.model(session)
+    assert (await bench.create(session)).json()["request_id"] == f"{model}:0"
     bench.policy.hold.clear()
-    names = {(await client.run(model, 1)).json()["request_id"] for _ in range(3)}
+    names = {(await bench.run(model, 1)).json()["request_id"] for _ in range(3)}
     bench.policy.hold.set()
     (name,) = names
-    answers = {(await client.get(name)).content for _ in range(2)}
-    assert len(answers) == 1 and (await client.run(model, 1)).json()["request_id"] == name
-    assert await client.answer(await client.step(model, 2)) == {"metrics": {"grad_norm": 2.0}}
+    answers = {(await bench.get(name)).content for _ in range(2)}
+    assert len(answers) == 1 and (await bench.run(model, 1)).json()["request_id"] == name
+    assert await bench.answer(await bench.step(model, 2)) == {"metrics": {"grad_norm": 2.0}}
     assert bench.policy.calls == ["create", "pass 1", "step"]
 
 
 @on_bench()
 async def test_a_gap_that_nobody_fills_ends(bench: Bench) -> None:
-    client = bench.client
-    model = await client.model(await client.begin())
+    model = await bench.model(await bench.begin())
     bench.now += 2 * GAP_SECONDS  # while nothing waits
-    await client.step(model, 3)
+    await bench.step(model, 3)
     await asyncio.sleep(0)
     bench.service.sweep()
     for _ in range(10):  # in which a refusal would reach its promise
@@ -128,48 +123,29 @@ async def test_a_gap_that_nobody_fills_ends(bench: Bench) -> None:
     assert bench.promises()[f"{model}:3"].answer is None
     for _ in range(2):  # the session has heartbeats meanwhile
         bench.now += GAP_SECONDS / 2
-        await client.post("get_info", {"model_id": model})
+        await bench.post("get_info", {"model_id": model})
         bench.service.sweep()
-    answer = await client.answer(f"{model}:3")
+    answer = await bench.answer(f"{model}:3")
     assert answer["category"] == "user"
     assert answer["error"].startswith("request 1 of this model has not arrived in 600 s")
-    answer = await client.answer(await client.step(model, 4))
+    answer = await bench.answer(await bench.step(model, 4))
     assert answer["error"].startswith("the step was not taken, and its gradients are dropped; request 1 of this model")
-    assert await client.answer(await client.step(model, 5)) == {"metrics": {"grad_norm": 0.0}}
-
-
-@on_bench()
-async def test_a_step_without_all_of_its_passes_is_not_taken(bench: Bench) -> None:
-    client = bench.client
-    model = await client.model(await client.begin())
-    await client.run(model, 1)
-    await client.run(model, 2, loss="unheard")
-    await client.run(model, 3)
-    await client.step(model, 4)
-    assert await client.answer(f"{model}:2") == {"error": UNHEARD, "category": "user"}
-    error = (await client.answer(f"{model}:4"))["error"]
-    assert error.startswith("the step was not taken, and its gradients are dropped; request 2 of this model, a pass ")
-    assert error.endswith(f"refused: {UNHEARD}")
-    await client.run(model, 5)
-    await client.step(model, 6)
-    assert (await client.get(f"{model}:6")).json()["metrics"] == {"grad_norm": 2.0}
-    assert bench.policy.calls[-3:] == ["discard", "pass 1", "step"]
+    assert await bench.answer(await bench.step(model, 5)) == {"metrics": {"grad_norm": 0.0}}
 
 
 @on_bench()
 async def test_what_is_wrong_with_a_request_uses_its_number_up(bench: Bench) -> None:
-    client = bench.client
-    model = await client.model(await client.begin())
-    await client.step(model, 1, adam_params={"learning_rate": "fast"})
+    model = await bench.model(await bench.begin())
+    await bench.step(model, 1, adam_params={"learning_rate": "fast"})
     other = {"model_id": model, "seq_id": 2, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
-    await client.post("optim_step", other)
-    await client.post("save_weights", {"model_id": model, "seq_id": 3, "path": "../../etc"})
-    await client.step(model, 4)
+    await bench.post("optim_step", other)
+    await bench.post("save_weights", {"model_id": model, "seq_id": 3, "path": "../../etc"})
+    await bench.step(model, 4)
     for number, ttl in ((5, 0), (6, 10**400)):
         fields = {"model_id": model, "seq_id": number, "path": "x", "ttl_seconds": ttl}
-        await client.post("save_weights" if ttl else "save_weights_for_sampler", fields)
-        assert "wanted 1 to 1000000000, or null" in (await client.answer(f"{model}:{number}"))["error"]
-    errors = [(await client.answer(f"{model}:{number}")).get("error", "") for number in (1, 2, 3, 4)]
+        await bench.post("save_weights" if ttl else "save_weights_for_sampler", fields)
+        assert "wanted 1 to 1000000000, or null" in (await bench.answer(f"{model}:{number}"))["error"]
+    errors = [(await bench.answer(f"{model}:{number}")).get("error", "") for number in (1, 2, 3, 4)]
     assert errors[0].startswith("adam_params.") and errors[0].endswith("got 'fast'")
     assert errors[1] == "the optimizer 'dimuon' is not served; use AdamParams"
     assert "/weights/../../etc', wanted tinker://RUN/weights/NAME" in errors[2] and errors[3] == ""
@@ -177,16 +153,15 @@ async def test_what_is_wrong_with_a_request_uses_its_number_up(bench: Bench) -> 
 
 @on_bench()
 async def test_what_a_sampler_asks_of_ranks_waits_its_turn(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    model, sampler = await client.model(session), await client.sampler(session)
+    session = await bench.begin()
+    model, sampler = await bench.model(session), await bench.sampler(session)
     bench.policy.hold.clear()
-    await client.run(model, 1)
-    name = (await client.sample(sampler, 0, prompt_logprobs=True)).json()["request_id"]
+    await bench.run(model, 1)
+    name = (await bench.sample(sampler, 0, prompt_logprobs=True)).json()["request_id"]
     await asyncio.sleep(0)
-    await client.step(model, 2)
+    await bench.step(model, 2)
     bench.policy.hold.set()
-    assert [(await client.get(each)).status_code for each in (f"{model}:2", name)] == [200, 200]
+    assert [(await bench.get(each)).status_code for each in (f"{model}:2", name)] == [200, 200]
     assert bench.policy.calls == ["create", "sampler", "pass 1", "score", "step"]
 
 
@@ -196,47 +171,45 @@ def lost(why: str) -> str:
 
 @on_bench()
 async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    model = await client.model(session)
-    sampler = await client.sampler(session)
+    session = await bench.begin()
+    model = await bench.model(session)
+    sampler = await bench.sampler(session)
     never = asyncio.Event()
     bench.policy.drawing = lambda wanted: never.wait()
     bench.policy.hold.clear()
     bench.policy.dies = WorkerDied("rank 1 (pid 7) was killed by SIGKILL in forward_backward")
-    names = [(await client.run(model, 1)).json()["request_id"]]
-    waiting = asyncio.create_task(client.get(names[0]))
-    names += [(await client.step(model, number)).json()["request_id"] for number in (2, 9)]  # and one behind a gap
-    names.append((await client.sample(sampler, 0)).json()["request_id"])
+    names = [(await bench.run(model, 1)).json()["request_id"]]
+    waiting = asyncio.create_task(bench.get(names[0]))
+    names += [(await bench.step(model, number)).json()["request_id"] for number in (2, 9)]  # and one behind a gap
+    names.append((await bench.sample(sampler, 0)).json()["request_id"])
     await asyncio.sleep(0)
     bench.policy.drawing = None
-    names.append((await client.sample(sampler, 5, prompt_logprobs=True)).json()["request_id"])  # which waits its turn
+    names.append((await bench.sample(sampler, 5, prompt_logprobs=True)).json()["request_id"])  # which waits its turn
     await asyncio.sleep(0)
     bench.policy.hold.set()
     await waiting
-    names.append((await client.step(model, 3)).json()["request_id"])
-    names.append((await client.sample(sampler, 1)).json()["request_id"])
-    names.append((await client.create(session, 1)).json()["request_id"])
+    names.append((await bench.step(model, 3)).json()["request_id"])
+    names.append((await bench.sample(sampler, 1)).json()["request_id"])
+    names.append((await bench.create(session, 1)).json()["request_id"])
     for name in names:
-        answer = await client.answer(name)
+        answer = await bench.answer(name)
         assert answer["category"] == "server", name
         assert answer["error"] == lost(str(bench.policy.dies))
     assert bench.notices == [answer["error"]]
     fields = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
-    assert (await client.post("create_session", fields)).json()["error_message"] == answer["error"]
-    assert (await client.create_sampler(session, 1)).json()["error"] == answer["error"]
+    assert (await bench.post("create_session", fields)).json()["error_message"] == answer["error"]
+    assert (await bench.create_sampler(session, 1)).json()["error"] == answer["error"]
     assert bench.policy.calls == ["create", "sampler", "pass 1"]
 
 
 @on_bench()
 async def test_an_error_that_ended_the_ranks_is_no_refusal(bench: Bench) -> None:
-    client = bench.client
-    model = await client.model(await client.begin())
+    model = await bench.model(await bench.begin())
     bench.policy.dies = UserError("the files do not fit the model")
     errors = []
     for number, ended in ((1, False), (2, True), (3, True)):
         bench.policy.ranks_ended = ended
-        errors.append(await client.answer(await client.run(model, number)))
+        errors.append(await bench.answer(await bench.run(model, number)))
     what = "the files do not fit the model"
     assert errors[0] == {"error": what, "category": "user"}
     assert errors[1] == errors[2] == {"error": lost(what), "category": "server"}

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
 from transformers import AutoModelForCausalLM
 
 from corerl import Engines
@@ -22,7 +21,6 @@ from plugins.tinker.tests.served import (
     LORA,
     MODEL,
     Served,
-    asked,
     publish,
     run,
     save,
@@ -56,22 +54,20 @@ def test_a_model_is_trained_saved_sampled_and_resumed(shared_ray: None, tmp_path
         logits = AutoModelForCausalLM.from_pretrained(model, local_files_only=True)(tokens).logits.log_softmax(-1)
         exported = logits[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0].detach()
         np.testing.assert_allclose(served.logprobs(sampler, [1, 2, 3])[1:], exported, atol=1e-5)
-        wanted = asked(sampler, [1, 7], seed=1)
-        drawn = served.draw(wanted)
+        drawn = served.draw(sampler, [1, 7], seed=1)
         losses += train(policy, 2)
         assert served.logprobs(reference, [1, 2, 3]).tobytes() == before.tobytes()
 
         served.new_model("a:train:1", rank=4)
         policy.load(path, optimizer=True)
         np.testing.assert_allclose(train(policy, 2), losses[2:], rtol=1e-6)
-        newest = publish(served)
-        assert len(served.draw(evolve(wanted, sampler=newest)).tokens[0]) == 6
+        assert len(served.draw(publish(served), [1, 7]).sequences[0].tokens) == 6
         with pytest.raises(Refused, match="are gone: ranks hold version"):
-            served.draw(wanted)
+            served.draw(sampler, [1, 7])
         policy.release()
-        again = served.draw(evolve(wanted, sampler=policy.sampler(path, "")))
-        assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
-        np.testing.assert_allclose(again.logprobs[0], drawn.logprobs[0], atol=1e-6)
+        again = served.draw(policy.sampler(path, ""), [1, 7], seed=1).sequences[0]
+        assert again.tokens == drawn.sequences[0].tokens
+        np.testing.assert_allclose(again.logprobs, drawn.sequences[0].logprobs, atol=1e-6)
 
 
 def test_a_model_goes_on_in_another_backend_with_more_ranks(shared_ray: None, tmp_path: Path) -> None:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tinker.types import SampleResponse
+from tinker.types.topk_logprobs import MASK_LOGPROB
 
 from corerl import Engines
 from corerl.errors import WorkerDied
 from corerl_tinker.order import Turns
-from corerl_tinker.requests import Draw, Drawn, Refused, Sampler
+from corerl_tinker.requests import Refused, Sampler
 from plugins.tinker.tests.served import (
     ADAM,
     CONFIG,
     MODEL,
     PROMPT,
     ROWS,
-    Held,
     Served,
     asked,
-    at_once,
+    in_flight,
     publish,
     run,
     same,
@@ -50,17 +52,6 @@ def served(serving_one: Served) -> Served:
     return serving_one
 
 
-def test_sampled_tokens_have_the_logprobs_of_the_weights(served: Served) -> None:
-    for _ in range(2):
-        sampler = publish(served)
-        drawn = served.draw(asked(sampler, num_samples=3))
-        assert [len(row) for row in drawn.tokens] == [6, 6, 6] and drawn.stopped == (False, False, False)
-        for tokens, logprobs in zip(drawn.tokens, drawn.logprobs, strict=True):
-            scored = served.logprobs(sampler, [*PROMPT, *tokens])
-            np.testing.assert_allclose(logprobs, scored[len(PROMPT) :], atol=1e-5)
-        train(served.policy, 2)
-
-
 def test_a_frozen_samplers_logprobs_stay_bit_equal_for_ten_steps(served: Served) -> None:
     frozen = publish(served)
     before = served.logprobs(frozen, PROMPT)
@@ -74,26 +65,26 @@ def test_a_frozen_samplers_logprobs_stay_bit_equal_for_ten_steps(served: Served)
 
 def test_a_sampler_of_earlier_weights_is_answered_from_their_copy(served: Served, pushed: list[str]) -> None:
     old = publish(served)
-    first = served.draw(asked(old, seed=3))
+    first = served.draw(old, seed=3)
     train(served.policy, 1)
-    assert same(served.draw(asked(old, seed=3)), first)  # engines still hold them
+    assert same(served.draw(old, seed=3), first)  # engines still hold them
     new = publish(served)
-    newest = served.draw(asked(new, seed=3))
-    assert newest.logprobs[0].tolist() != first.logprobs[0].tolist() and pushed == ["", ""]
-    scored = served.draw(asked(old, max_tokens=1, prompt_logprobs=True))
-    assert [len(row) for row in scored.tokens] == [0] and scored.prompt_logprobs is not None
+    newest = served.draw(new, seed=3)
+    assert newest.sequences[0].logprobs != first.sequences[0].logprobs and pushed == ["", ""]
+    scored = served.draw(old, max_tokens=1, prompt_logprobs=True)
+    assert [each.tokens for each in scored.sequences] == [[]] and scored.prompt_logprobs is not None
     assert pushed == ["", ""]  # for a token that nobody reads
     before = weights_of(served)
     for sampler, expected in ((old, first), (new, newest), (old, first)):
-        assert same(served.draw(asked(sampler, seed=3)), expected)
+        assert same(served.draw(sampler, seed=3), expected)
     assert len(pushed) == 5 and pushed[2] == pushed[4] != "" == pushed[3]
     assert all(torch.equal(before[name], each) for name, each in weights_of(served).items())  # the ranks' own stay
 
 
-def together(served: Served, wanted: Sequence[Draw]) -> list[Drawn]:
+def together(wanted: Sequence[partial[Any]]) -> list[SampleResponse]:
     """What is drawn if all ask before any of them has a turn."""
 
-    async def play() -> list[Drawn]:
+    async def play() -> list[SampleResponse]:
         ready = asyncio.Event()
 
         async def call(work: Any) -> Any:
@@ -102,7 +93,7 @@ def together(served: Served, wanted: Sequence[Draw]) -> list[Drawn]:
 
         turns = Turns(call)
         before = asyncio.create_task(turns.call(lambda: None))
-        tasks = [asyncio.create_task(served.policy.draw(each, turns.ask)) for each in wanted]
+        tasks = [asyncio.create_task(each(in_turn=turns.ask)) for each in wanted]
         await asyncio.sleep(0.05)
         ready.set()
         await before
@@ -116,13 +107,14 @@ def test_who_waits_for_the_same_weights_waits_for_one_push(served: Served, pushe
     for _ in range(2):
         train(served.policy, 1)
         samplers.append(publish(served))
-    wanted = [asked(each, [*PROMPT, last], seed=3) for last in range(3, 7) for each in samplers[:2]]
-    expected = [served.draw(each) for each in wanted]
+    wanted = [(each, [*PROMPT, last]) for last in range(3, 7) for each in samplers[:2]]
+    expected = [served.draw(*each, seed=3) for each in wanted]
     publish(served)
     del pushed[:]
-    for drawn, alone in zip(together(served, wanted), expected, strict=True):
-        assert drawn.tokens[0].tolist() == alone.tokens[0].tolist()
-        np.testing.assert_allclose(drawn.logprobs[0], alone.logprobs[0], atol=1e-5)
+    found = together([partial(served.drawing, *each, seed=3) for each in wanted])
+    for drawn, alone in zip(found, expected, strict=True):
+        assert drawn.sequences[0].tokens == alone.sequences[0].tokens
+        np.testing.assert_allclose(drawn.sequences[0].logprobs, alone.sequences[0].logprobs, atol=1e-5)
     assert len(pushed) == 2
 
 
@@ -146,16 +138,16 @@ def _published_and_trained(served: Served) -> Sampler:
 def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
     base = served.policy.sampler(None, MODEL)
     before = served.logprobs(base, PROMPT)
-    sampled = served.draw(asked(base, seed=2))
+    sampled = served.draw(base, seed=2)
     train(served.policy, 3)
     assert served.logprobs(base, PROMPT).tobytes() == before.tobytes()
     later = served.policy.sampler(None, MODEL)
     assert served.logprobs(later, PROMPT).tobytes() == before.tobytes()
     publish(served)
-    assert same(served.draw(asked(later, seed=2)), sampled)
+    assert same(served.draw(later, seed=2), sampled)
     served.policy.release()
     again = served.policy.sampler(None, MODEL)
-    assert served.draw(asked(again, seed=2)).tokens[0].tolist() == sampled.tokens[0].tolist()
+    assert served.draw(again, seed=2).sequences[0].tokens == sampled.sequences[0].tokens
     with pytest.raises(Refused, match="base_model='other' is not served here"):
         served.policy.sampler(None, "other")
 
@@ -166,7 +158,7 @@ def test_a_sampler_of_a_checkpoint_has_its_weights(served: Served) -> None:
     path = publish(served, "two").model_path
     assert path == "tinker://a:train:0/sampler_weights/two"
     of_file = policy.sampler(path, "")
-    drawn = served.draw(asked(of_file, seed=4))
+    drawn = served.draw(of_file, seed=4)
     scored = served.logprobs(of_file, PROMPT)
     for _ in range(3):  # its copy goes
         train(policy, 1)
@@ -176,9 +168,9 @@ def test_a_sampler_of_a_checkpoint_has_its_weights(served: Served) -> None:
     policy.release()
     later = policy.sampler(path, "")
     assert served.logprobs(later, PROMPT).tobytes() == scored.tobytes()
-    again = served.draw(asked(later, seed=4))
-    assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
-    assert again.logprobs[0].tolist() == drawn.logprobs[0].tolist()
+    again = served.draw(later, seed=4)
+    assert again.sequences[0].tokens == drawn.sequences[0].tokens
+    assert again.sequences[0].logprobs == drawn.sequences[0].logprobs
     policy.checkpoints.delete(path)
     with pytest.raises(Refused, match="was deleted") as refused:
         policy.sampler(path, "")
@@ -193,31 +185,28 @@ def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Serv
         train(served.policy, 2)
     for last, number in ((None, 0), (2, 1), (None, 1), (3, 0)):
         how: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": True, "prompt_logprobs_last_n": last}
-        by_ranks = asked(samplers[number], **how)
-        found = served.draw(asked(samplers[number], **how, topk_prompt_logprobs=4))
-        assert found.prompt_top is not None and found.prompt_logprobs is not None
-        tokens, logprobs = found.prompt_top
+        found = served.draw(samplers[number], **how, topk_prompt_logprobs=4)
+        top, own = found.topk_prompt_logprobs_np, found.prompt_logprobs_np
+        assert top is not None and own is not None
         with torch.no_grad():
             logits = networks[number](input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0, :-1]
         count, expected = last or len(PROMPT) - 1, logits.double().log_softmax(-1)[-(last or len(PROMPT)) :]
         values, ids = expected.topk(4)
-        assert tokens[-count:].tolist() == ids.tolist()
-        np.testing.assert_allclose(logprobs[-count:], values, atol=1e-5)
-        own = expected.gather(1, torch.tensor(PROMPT[-count:])[:, None])[:, 0]
-        np.testing.assert_allclose(found.prompt_logprobs[-count:], own, atol=1e-5)
-        assert np.isnan(logprobs[:-count]).all() and np.isnan(found.prompt_logprobs[:-count]).all()
-        scored = served.draw(by_ranks)
-        np.testing.assert_allclose(scored.prompt_logprobs, found.prompt_logprobs, atol=1e-5)
+        assert top.token_ids[-count:].tolist() == ids.tolist()
+        np.testing.assert_allclose(top.logprobs[-count:], values, atol=1e-5)
+        wanted = expected.gather(1, torch.tensor(PROMPT[-count:])[:, None])[:, 0]
+        np.testing.assert_allclose(own[-count:], wanted, atol=1e-5)
+        assert (top.logprobs[:-count] == MASK_LOGPROB).all() and np.isnan(own[:-count]).all()
+        by_ranks = served.draw(samplers[number], **how).prompt_logprobs_np
+        np.testing.assert_allclose(by_ranks, own, atol=1e-5)
     assert [bool(copied) for copied in pushed] == [False, False, True, True, True]
-    with pytest.raises(Refused, match="topk_prompt_logprobs=33, of 32 tokens that there are"):
-        served.draw(asked(samplers[0], topk_prompt_logprobs=33))
 
 
 def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
     sampler = publish(served)
 
     def tokens(**more: Any) -> list[list[int]]:
-        return [row.tolist() for row in served.draw(asked(sampler, num_samples=2, **more)).tokens]
+        return [each.tokens for each in served.draw(sampler, num_samples=2, **more).sequences]
 
     seeded = tokens(seed=7)
     assert seeded == tokens(seed=7, seq_id=5) != tokens(seed=8) and seeded[0] != seeded[1]
@@ -227,25 +216,13 @@ def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
     assert [len(row) for row in tokens(max_tokens=None)] == [64 - len(PROMPT)] * 2
 
 
-def test_samples_end_at_tokens_and_texts(served: Served) -> None:
-    sampler = publish(served)
-    whole = served.draw(asked(sampler, seed=7)).tokens[0].tolist()
-    at_token = served.draw(asked(sampler, seed=7, stop=[whole[2]]))
-    assert at_token.tokens[0].tolist() == whole[:3] and at_token.stopped == (True,)
-    text = served.policy._tokenizer.decode(whole[1:3])
-    at_text = served.draw(asked(sampler, seed=7, stop=text))
-    assert at_text.tokens[0].tolist() == whole[:3] and at_text.stopped == (True,)
-    with pytest.raises(Refused, match="stop: '' is an empty text"):
-        served.draw(asked(sampler, stop=""))
-
-
 def test_stops_are_told_apart(served: Served) -> None:
     sampler, ends = publish(served), (2,)
     (x,) = served.policy._tokenizer.encode("x", add_special_tokens=False)
     wanted = {None: (ends, ()), (): ((), ()), (5, 6): ((5, 6), ()), "x": ((*ends, x), ())}
     wanted["x", "yz"] = ((*ends, x), ("yz",))
     for stop, expected in wanted.items():
-        params = served.policy._request(asked(sampler, stop=stop)).params
+        params = served.policy._request(sampler, asked(stop=stop)).params
         assert (params.stop_tokens, params.stop) == expected
 
 
@@ -255,11 +232,13 @@ def test_stops_are_told_apart(served: Served) -> None:
         ({"prompt": [1, 32]}, "below 32"),
         ({"prompt": [1] * 60}, "a prompt of 60 tokens and 6 more do not fit in the context length 64"),
         ({"prompt": [1] * 64, "max_tokens": None}, "do not fit"),
+        ({"topk_prompt_logprobs": 33}, "topk_prompt_logprobs=33, of 32 tokens that there are"),
+        ({"stop": ""}, "stop: '' is an empty text"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(wrong: Mapping[str, Any], sentence: str, served: Served) -> None:
     with pytest.raises(Refused, match=sentence):
-        served.draw(asked(publish(served), **wrong))
+        served.draw(publish(served), **wrong)
 
 
 def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,29 +251,25 @@ def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monke
         return forward(samples, *args, **named)
 
     monkeypatch.setattr(served.engines.group, "forward", counted)
-    found = together(served, [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in ROWS])
+    how: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": True}
+    found = together([partial(served.drawing, sampler, row, **how) for row in ROWS])
     assert passes == [3]
     for each, expected in zip(found, one_by_one, strict=True):
-        np.testing.assert_allclose(each.prompt_logprobs, expected, atol=1e-6)
+        np.testing.assert_allclose(each.prompt_logprobs_np, expected, atol=1e-6)
 
 
 def test_a_push_waits_for_samples_in_flight(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is asked for meanwhile is answered from its own weights."""
     old = publish(served)
-    expected = served.draw(asked(old, seed=5))
     train(served.policy, 1)
 
     async def sampling() -> None:
-        held = Held(served, monkeypatch)
-        first = asyncio.create_task(served.policy.draw(asked(old, seed=5), at_once))
-        await asyncio.sleep(0)
-        pushing = asyncio.create_task(asyncio.to_thread(publish, served))
-        await asyncio.wait([pushing], timeout=0.2)
-        assert not pushing.done() and not first.done()
-        await held.let_go()
-        assert same(await first, expected)
+        async with in_flight(served, old, monkeypatch) as first:
+            pushing = asyncio.create_task(asyncio.to_thread(publish, served))
+            await asyncio.wait([pushing], timeout=0.2)
+            assert not pushing.done()
         await pushing
-        assert same(await served.policy.draw(asked(old, seed=5), at_once), expected)
+        assert same(await served.drawing(old, seed=5), first.result())
 
     asyncio.run(sampling())
 
@@ -310,7 +285,7 @@ def test_engines_that_die_again_cost_an_attempt_only(
     served: Served, engine_dies: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = publish(served)
-    expected = served.draw(asked(sampler, seed=5))
+    expected = served.draw(sampler, seed=5)
     push, deaths, fatal = Engines.push, list[int](), list[Exception]()
 
     def dies_at_first(self: Engines, **settings: Any) -> int:
@@ -330,7 +305,7 @@ def test_engines_that_die_again_cost_an_attempt_only(
 
     monkeypatch.setattr(Engines, "push", dies_at_first)
     engine_dies()
-    drawn = asyncio.run(served.policy.draw(asked(sampler, seed=5), Turns(in_turn).ask))
+    drawn = asyncio.run(served.drawing(sampler, seed=5, in_turn=Turns(in_turn).ask))
     assert same(drawn, expected) and len(deaths) == 1 and fatal == []
 
 
@@ -342,7 +317,7 @@ def test_engines_that_fail_for_good_leave_the_model(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)  # there is a place for another one
         monkeypatch.setattr(served.engines.fleet.processes, "kill", lambda: None)  # threads of this process
         served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
-        for call in (lambda: publish(served), lambda: served.draw(asked(sampler)), lambda: publish(served)):
+        for call in (lambda: publish(served), lambda: served.draw(sampler), lambda: publish(served)):
             with pytest.raises(Refused, match="engines do not take the weights: engine-0 was killed by SIG") as failed:
                 call()
             assert failed.value.category == "server"
@@ -374,12 +349,12 @@ def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch:
     monkeypatch.setattr(type(engines), "turn", turn)
     monkeypatch.setattr(type(engines), "push", wakes)
     sampler = publish(served)
-    drawn = served.draw(asked(sampler, seed=6, prompt_logprobs=True))
+    drawn = served.draw(sampler, seed=6, prompt_logprobs=True)
     assert slept == ["forward"]  # by the log-probs of the prompt, before which nobody had sampled
     passed = run(served.policy, supervised(*ROWS))
-    again = served.draw(asked(sampler, seed=6))
-    assert again.logprobs[0].tolist() == drawn.logprobs[0].tolist() and slept == ["forward", "train"]
+    again = served.draw(sampler, seed=6)
+    assert again.sequences[0].logprobs == drawn.sequences[0].logprobs and slept == ["forward", "train"]
     served.policy.step(ADAM)
-    assert served.draw(asked(sampler, seed=6)).logprobs[0].tolist() == drawn.logprobs[0].tolist()  # from the copy
-    np.testing.assert_array_equal(served.logprobs(sampler, PROMPT), drawn.prompt_logprobs)
-    assert passed.metrics["loss:sum"] > run(served.policy, supervised(*ROWS)).metrics["loss:sum"]
+    assert served.draw(sampler, seed=6).sequences[0].logprobs == drawn.sequences[0].logprobs  # from the copy
+    np.testing.assert_array_equal(served.logprobs(sampler, PROMPT), drawn.prompt_logprobs_np)
+    assert passed[1] > run(served.policy, supervised(*ROWS))[1]

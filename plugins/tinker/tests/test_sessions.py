@@ -10,48 +10,45 @@ from plugins.tinker.tests.policies import NAME
 
 @on_bench(idle_minutes=1.0)
 async def test_one_session_trains_at_a_time(bench: Bench) -> None:
-    client = bench.client
-    first, second = await client.begin(), await client.begin()
-    model = await client.model(first)
+    first, second = await bench.begin(), await bench.begin()
+    model = await bench.model(first)
     bench.now += 7
-    refused = await client.create(second)
+    refused = await bench.create(second)
     assert refused.status_code == 400 and refused.json() == {
         "error": f"session {first} trains {model!r}, and this server trains one model at a time; its client was there "
         "7 s ago; close that client, or try again once it has been silent for 35 s",
         "category": "user",
     }
-    assert (await client.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
-    assert (await client.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
-    await client.model(second)
+    assert (await bench.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
+    assert (await bench.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
+    await bench.model(second)
     assert bench.policy.calls == ["create", "release", "create"]
 
 
 @on_bench(idle_minutes=5.0)
 async def test_a_client_takes_over_from_one_that_sends_no_heartbeats(bench: Bench) -> None:
-    client = bench.client
-    gone, there = await client.begin(), await client.begin()
-    model = await client.model(gone)
+    gone, there = await bench.begin(), await bench.begin()
+    model = await bench.model(gone)
     bench.now += 36
-    await client.model(there)
+    await bench.model(there)
     assert bench.notices == [f"session {gone} has ended: another one trains, and its client sends no heartbeats"]
-    assert (await client.step(model, 1)).status_code == 410
+    assert (await bench.step(model, 1)).status_code == 410
     assert bench.policy.calls == ["create", "release", "create"]
 
 
 @on_bench(idle_minutes=1.0)
 async def test_a_client_that_vanishes_costs_nothing(bench: Bench) -> None:
-    client = bench.client
-    gone, there = await client.begin(), await client.begin()
-    model, sampler = await client.model(gone), await client.sampler(gone)
+    gone, there = await bench.begin(), await bench.begin()
+    model, sampler = await bench.model(gone), await bench.sampler(gone)
     never = asyncio.Event()
     bench.policy.drawing = lambda wanted: never.wait()
-    await client.sample(sampler, 0)
+    await bench.sample(sampler, 0)
     for number in (1, 2, 5):
-        await client.run(model, number)
-    waiting = [asyncio.create_task(client.get(name)) for name in (f"{model}:5", f"{sampler}:0")]
-    await client.get(f"{model}:2")
+        await bench.run(model, number)
+    waiting = [asyncio.create_task(bench.get(name)) for name in (f"{model}:5", f"{sampler}:0")]
+    await bench.get(f"{model}:2")
     bench.now += 40
-    await client.post("session_heartbeat", {"session_id": there})
+    await bench.post("session_heartbeat", {"session_id": there})
     bench.now += 40
     bench.service.sweep()
     assert bench.notices == [f"session {gone} has ended: no heartbeat for 1 minutes"]
@@ -60,27 +57,26 @@ async def test_a_client_that_vanishes_costs_nothing(bench: Bench) -> None:
     await asyncio.sleep(0)
     assert (bench.promises(), bench.service.sessions.bytes) == ({}, 0)
     statuses = [
-        (await client.post("session_heartbeat", {"session_id": gone})).status_code,
-        (await client.step(model, 6)).status_code,
-        (await client.sample(sampler, 1)).status_code,
-        (await client.get(f"{model}:1")).status_code,
-        (await client.create(gone, 1)).status_code,
+        (await bench.post("session_heartbeat", {"session_id": gone})).status_code,
+        (await bench.step(model, 6)).status_code,
+        (await bench.sample(sampler, 1)).status_code,
+        (await bench.get(f"{model}:1")).status_code,
+        (await bench.create(gone, 1)).status_code,
     ]
     assert statuses == [410, 410, 404, 404, 410]
-    await client.model(there)
+    await bench.model(there)
     assert bench.policy.calls == ["create", "sampler", "pass 1", "pass 1", "release", "create"]
 
 
 @on_bench()
 async def test_a_second_model_of_a_session_replaces_the_first(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    first = await client.model(session)
-    await client.step(first, 2)  # waits for 1
-    second = await client.model(session, 1)
+    session = await bench.begin()
+    first = await bench.model(session)
+    await bench.step(first, 2)  # waits for 1
+    second = await bench.model(session, 1)
     given_up = f"model {first!r} is given up: its session has created {second!r}"
-    assert (await client.get(f"{first}:2")).json() == {"error": given_up, "category": "user"}
-    late = await client.step(first, 1)
+    assert (await bench.get(f"{first}:2")).json() == {"error": given_up, "category": "user"}
+    late = await bench.step(first, 1)
     assert late.status_code == 404
     assert late.json()["error"] == f"model {first!r} is not trained here any more; this server trains {second!r}"
     assert bench.policy.calls == ["create", "create"]
@@ -88,48 +84,45 @@ async def test_a_second_model_of_a_session_replaces_the_first(bench: Bench) -> N
 
 @on_bench()
 async def test_a_refused_model_leaves_the_one_before(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    first = await client.model(session)
-    await client.get((await client.run(first, 1)).json()["request_id"])
-    await client.step(first, 3)  # waits for 2
-    refused = await client.create(session, 1, base_model="nobody/nothing")
-    assert refused.status_code == 400 and "'nobody/nothing' is not served here" in refused.json()["error"]
-    await client.run(first, 2)
-    assert (await client.get(f"{first}:3")).json() == {"metrics": {"grad_norm": 4.0}}
+    session = await bench.begin()
+    first = await bench.model(session)
+    await bench.get((await bench.run(first, 1)).json()["request_id"])
+    await bench.step(first, 3)  # waits for 2
+    refused = await bench.create(session, 1, base_model="nobody/nothing")
+    assert refused.status_code == 400 and "base_model='nobody/nothing' is not served here" in refused.json()["error"]
+    await bench.run(first, 2)
+    assert (await bench.get(f"{first}:3")).json() == {"metrics": {"grad_norm": 4.0}}
     assert bench.policy.calls == ["create", "pass 1", "pass 1", "step"]
 
 
 @on_bench()
 async def test_a_model_that_fails_to_begin_holds_nothing(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    await client.model(session)
+    session = await bench.begin()
+    await bench.model(session)
     bench.policy.refused = "the checkpoint is broken"
     bench.policy.hold.clear()
-    failed = await client.create(session, 1)
-    early, waiting = [await client.run(f"{session}:train:1", number) for number in (1, 3)]  # before its client knows
+    failed = await bench.create(session, 1)
+    early, waiting = [await bench.run(f"{session}:train:1", number) for number in (1, 3)]  # before its client knows
     bench.policy.hold.set()
-    assert (await client.answer(failed))["error"] == "the checkpoint is broken"
+    assert (await bench.answer(failed))["error"] == "the checkpoint is broken"
     for each in (early, waiting):
-        assert "was not created" in (await client.answer(each))["error"]
+        assert "was not created" in (await bench.answer(each))["error"]
     bench.policy.refused = ""
-    model = await client.model(await client.begin())
-    assert (await client.post("get_info", {"model_id": model})).json()["model_name"] == NAME
+    model = await bench.model(await bench.begin())
+    assert (await bench.post("get_info", {"model_id": model})).json()["model_name"] == NAME
     assert bench.policy.calls == ["create", "create", "create"]
 
 
 @on_bench()
 async def test_work_of_a_session_that_ended_is_not_begun(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    model = await client.model(session)
+    session = await bench.begin()
+    model = await bench.model(session)
     bench.policy.hold.clear()
     bench.policy.started.clear()
     for number in range(1, 5):
-        await client.run(model, number, first=number)
+        await bench.run(model, number, first=number)
     await asyncio.to_thread(bench.policy.started.wait)
-    await client.post(f"sessions/{session}/finish", {})
+    await bench.post(f"sessions/{session}/finish", {})
     bench.policy.hold.set()
-    await client.model(await client.begin())
+    await bench.model(await bench.begin())
     assert bench.policy.calls == ["create", "pass 1", "release", "create"]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ConfigError
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, asked, save, serving, train
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, save, serving, train
 
 ROW = [1, 7, 8, 9, 4]
 TEACHER = "teacher"
@@ -45,9 +45,9 @@ def test_a_teachers_logprobs_are_those_of_transformers(teacher: Path, tmp_path: 
         served.policy.load(path, optimizer=True)  # by other ranks
         np.testing.assert_allclose(served.logprobs(before, ROW)[1:], wanted, atol=1e-5)
         assert served.logprobs(start, ROW).tobytes() == of_start.tobytes()
-        drawn = served.draw(asked(sampler, ROW, max_tokens=2))
-        scored = served.logprobs(sampler, [*ROW, *drawn.tokens[0]])
-        np.testing.assert_allclose(drawn.logprobs[0], scored[len(ROW) :], atol=1e-5)
+        drawn = served.draw(sampler, ROW, max_tokens=2)
+        scored = served.logprobs(sampler, [*ROW, *drawn.sequences[0].tokens])
+        np.testing.assert_allclose(drawn.sequences[0].logprobs, scored[len(ROW) :], atol=1e-5)
 
 
 def test_ranks_with_adapters_have_no_room_for_a_teacher(teacher: Path, tmp_path: Path) -> None:

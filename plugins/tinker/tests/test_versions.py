@@ -13,10 +13,8 @@ from plugins.tinker.tests.served import (
     LORA,
     MODEL,
     PROMPT,
-    Held,
     Served,
-    asked,
-    at_once,
+    in_flight,
     publish,
     same,
     serving,
@@ -40,17 +38,17 @@ def served(serving_one: Served) -> Served:
 
 def test_earlier_weights_answer_alike_while_others_are_published(served: Served, pushed: list[str]) -> None:
     base = served.policy.sampler(None, MODEL)
-    alone, scored = served.draw(asked(base, seed=3)), served.logprobs(base, PROMPT)
+    alone, scored = served.draw(base, seed=3), served.logprobs(base, PROMPT)
     found = []
     for number in range(3):
         train(served.policy, 1)
         player = publish(served)
         for turn in range(3):
-            drawn = served.draw(asked(player, seed=turn))
-            own = served.logprobs(player, [*PROMPT, *drawn.tokens[0]])[len(PROMPT) :]
-            np.testing.assert_allclose(drawn.logprobs[0], own, atol=1e-5)
-            assert same(served.draw(asked(base, seed=3)), alone)
-        found.append(drawn.logprobs[0].tobytes())
+            drawn = served.draw(player, seed=turn)
+            own = served.logprobs(player, [*PROMPT, *drawn.sequences[0].tokens])[len(PROMPT) :]
+            np.testing.assert_allclose(drawn.sequences[0].logprobs, own, atol=1e-5)
+            assert same(served.draw(base, seed=3), alone)
+        found.append(tuple(drawn.sequences[0].logprobs or ()))
         assert pushed == [""] * (number + 2)  # engines hold both, and forget the player of the step before
     assert len(set(found)) == 3 and served.logprobs(base, PROMPT).tobytes() == scored.tobytes()
 
@@ -60,31 +58,25 @@ def test_what_engines_hold_no_more_is_sent_again(served: Served, pushed: list[st
     for _ in range(3):
         train(served.policy, 1)
         samplers.append(publish(served))
-        expected.append(served.draw(asked(samplers[-1], seed=3)))
+        expected.append(served.draw(samplers[-1], seed=3))
     assert pushed == ["", "", ""]
-    assert same(served.draw(asked(samplers[1], seed=3)), expected[1]) and len(pushed) == 3
-    assert same(served.draw(asked(samplers[0], seed=3)), expected[0]) and len(pushed) == 4  # in the place of the third
-    assert same(served.draw(asked(samplers[1], seed=3)), expected[1]) and len(pushed) == 4
-    assert same(served.draw(asked(samplers[2], seed=3)), expected[2]) and len(pushed) == 5
+    assert same(served.draw(samplers[1], seed=3), expected[1]) and len(pushed) == 3
+    assert same(served.draw(samplers[0], seed=3), expected[0]) and len(pushed) == 4  # in the place of the third
+    assert same(served.draw(samplers[1], seed=3), expected[1]) and len(pushed) == 4
+    assert same(served.draw(samplers[2], seed=3), expected[2]) and len(pushed) == 5
     assert not any(same(expected[0], each) for each in expected[1:])
 
 
 def test_a_push_waits_not_for_versions_that_stay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     old = publish(served)
-    expected = served.draw(asked(old, seed=5))
     train(served.policy, 1)
 
     async def sampling() -> None:
-        held = Held(served, monkeypatch)
-        first = asyncio.create_task(served.policy.draw(asked(old, seed=5), at_once))
-        await asyncio.sleep(0)
-        for _ in range(2):  # the second one goes in place of the first, which nobody samples from
-            new = await asyncio.wait_for(asyncio.to_thread(publish, served), 30.0)
-            await asyncio.to_thread(train, served.policy, 1)
-        assert not first.done()
-        await held.let_go()
-        assert same(await first, expected)
-        assert not same(await served.policy.draw(asked(new, seed=5), at_once), expected)
+        async with in_flight(served, old, monkeypatch) as first:
+            for _ in range(2):  # the second one goes in place of the first, which nobody samples from
+                new = await asyncio.wait_for(asyncio.to_thread(publish, served), 30.0)
+                await asyncio.to_thread(train, served.policy, 1)
+        assert not same(await served.drawing(new, seed=5), first.result())
 
     asyncio.run(sampling())
 
@@ -97,19 +89,15 @@ def test_a_push_on_shared_devices_waits_for_all_samples(served: Served, monkeypa
         patch.setattr(engines, "residency", colocated(shared, passed=["actor"], fleet=engines.fleet))  # type: ignore[arg-type]
         engines.fleet.sleep()
         old = publish(served)
-        expected = served.draw(asked(old, seed=5))
+        expected = served.draw(old, seed=5)
         train(served.policy, 1)
-        assert same(served.draw(asked(old, seed=5)), expected)
+        assert same(served.draw(old, seed=5), expected)
 
         async def sampling() -> None:
-            held = Held(served, monkeypatch)
-            first = asyncio.create_task(served.policy.draw(asked(old, seed=5), at_once))
-            await asyncio.sleep(0)
-            pushing = asyncio.create_task(asyncio.to_thread(served.policy._samplers.push))
-            await asyncio.wait([pushing], timeout=0.3)
-            assert not pushing.done() and not first.done()
-            await held.let_go()
-            assert same(await first, expected)
+            async with in_flight(served, old, monkeypatch):
+                pushing = asyncio.create_task(asyncio.to_thread(served.policy._samplers.push))
+                await asyncio.wait([pushing], timeout=0.3)
+                assert not pushing.done()
             await pushing
 
         asyncio.run(sampling())
@@ -122,7 +110,7 @@ def test_samples_whose_version_goes_meanwhile_are_sampled_again(
     served: Served, pushed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = publish(served)
-    expected = served.draw(asked(sampler, seed=5))
+    expected = served.draw(sampler, seed=5)
     begin, begun = served.engines.begin, list[int]()
 
     def of_an_earlier_version(self: Any, request: Any) -> Any:
@@ -132,5 +120,5 @@ def test_samples_whose_version_goes_meanwhile_are_sampled_again(
         return begin(request)
 
     monkeypatch.setattr(type(served.engines), "begin", of_an_earlier_version)
-    assert same(served.draw(asked(sampler, seed=5)), expected)
+    assert same(served.draw(sampler, seed=5), expected)
     assert len(begun) == 2 and begun[0] < begun[1] and pushed[-1:] == [""]

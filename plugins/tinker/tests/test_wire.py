@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
+from corerl.engines import Generation, PromptScores
+from corerl.types import offsets_of
 from corerl_tinker import wire
 from corerl_tinker.losses import rows_of
-from corerl_tinker.requests import Drawn, PassDone, Refused
+from corerl_tinker.requests import Refused
 
 FLOATS = st.floats(width=32, allow_nan=False)
 
@@ -72,8 +75,7 @@ def test_the_sdk_reads_what_a_pass_returned(given_rows: list[tuple[list[float], 
     rows = [np.array(row * max(several, 1), np.float32) for row, several in given_rows]
     shapes = [[len(row), several] if several else [len(row)] for row, several in given_rows]
     logprobs = tuple(row.reshape(shape) for row, shape in zip(rows, shapes, strict=True))
-    done = PassDone(logprobs=logprobs, metrics={"loss:sum": 0.5})
-    found = deserialize_forward_backward_output(wire.pass_answer(done).body)
+    found = deserialize_forward_backward_output(bytes(wire.pass_answer(logprobs, 0.5).body))
     assert found.metrics == {"loss:sum": 0.5}
     assert [each["logprobs"].data for each in found.loss_fn_outputs] == [row.tolist() for row in rows]
     assert [each["logprobs"].shape for each in found.loss_fn_outputs] == shapes
@@ -82,14 +84,24 @@ def test_the_sdk_reads_what_a_pass_returned(given_rows: list[tuple[list[float], 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), st.booleans()), max_size=4))
 def test_the_sdk_reads_what_was_sampled(sequences: list[tuple[list[int], bool]]) -> None:
-    drawn = Drawn(
-        tokens=tuple(np.array(tokens) for tokens, _ in sequences),
-        logprobs=tuple(-np.arange(len(tokens)).astype(np.float32) for tokens, _ in sequences),
-        stopped=tuple(stopped for _, stopped in sequences),
-        prompt_logprobs=np.array([np.nan, np.nan, -2.0], np.float32),
-        prompt_top=(np.array([[0, 0], [0, 0], [7, 0]]), np.array([[np.nan] * 2, [np.nan] * 2, [-0.5, -3.0]])),
+    rows, nothing = [tokens for tokens, _ in sequences], [np.nan, np.nan]
+    scores = PromptScores(
+        logprobs=np.array([np.nan, np.nan, -2.0] * 2, np.float32),
+        top_tokens=np.array([[0, 0], [0, 0], [7, 0]] * 2),
+        top_logprobs=np.array([nothing, nothing, [-0.5, -3.0]] * 2),
     )
-    found = deserialize_sample_response(wire.sample_answer(drawn).body)
+    drawn = Generation(
+        tokens=np.array([*chain(*rows)], np.int64),
+        offsets=offsets_of([len(tokens) for tokens in rows]),
+        logprobs=np.concatenate([np.zeros(0), *(-np.arange(len(tokens)) for tokens in rows)]),
+        versions=np.zeros(0, np.int64),
+        truncated=np.array([not stopped for _, stopped in sequences], np.bool_),
+        scores=scores,
+    )
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    asked = types.SampleRequest(prompt=prompt, sampling_params=types.SamplingParams())
+    asked = asked.model_copy(update={"prompt_logprobs": True, "topk_prompt_logprobs": 2})
+    found = deserialize_sample_response(bytes(wire.sample_answer(asked, drawn).body))
     assert [(each.tokens, each.stop_reason == "stop") for each in found.sequences] == sequences
     assert [each.logprobs for each in found.sequences] == [list(range(0, -len(tokens), -1)) for tokens, _ in sequences]
     assert found.prompt_logprobs == [None, None, -2.0]

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import ipaddress
 import json
 import socket
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import uvicorn
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from tinker import types as sdk
 from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
@@ -29,7 +31,7 @@ from corerl_tinker import wire
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Refused, read
 from corerl_tinker.service import Service
-from corerl_tinker.sessions import Answer
+from corerl_tinker.sessions import Failure
 
 if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
@@ -42,8 +44,9 @@ IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so 
 # connection of its own, which it waits in.
 CLIENT_CONFIG = {"sample_use_retrieve_futures": True}
 RUN, CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
-# Takes the body as its route says, and words of the path.
-Handler = Callable[..., Awaitable[Answer | Mapping[str, Any] | None]]
+JSON = "application/json"
+ANYTHING = TypeAdapter(Any)  # the SDK's own classes too
+Handler = Callable[..., Any]  # takes the body as its route says, and words of the path; see `Service`
 
 
 def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
@@ -51,11 +54,11 @@ def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
     `dict`, the `bytes`, or None for nothing."""
     in_turn = partial(partial, service.in_turn)
     return [
-        ("GET", "healthz", _always({"status": "ok"}), None),
+        ("GET", "healthz", lambda: {"status": "ok"}, None),
         ("GET", "get_server_capabilities", service.capabilities, None),
-        ("POST", "client/config", _always(CLIENT_CONFIG), None),
+        ("POST", "client/config", lambda: CLIENT_CONFIG, None),
         # Stack traces, and headers of failed requests, which are not kept.
-        ("POST", "telemetry", _always({"status": "accepted"}), None),
+        ("POST", "telemetry", lambda: {"status": "accepted"}, None),
         ("POST", "create_session", service.create_session, sdk.CreateSessionRequest),
         ("POST", "session_heartbeat", service.session_heartbeat, sdk.SessionHeartbeatRequest),
         ("POST", "sessions/{session}/finish", service.finish_session, None),
@@ -79,13 +82,6 @@ def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
     ]
 
 
-def _always(fields: Mapping[str, Any]) -> Handler:
-    async def handler() -> Mapping[str, Any]:
-        return fields
-
-    return handler
-
-
 def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette:
     """Answers to whoever has the key, under the names `hosts`, localhost or an IP address."""
     names = {"localhost", *(host.lower() for host in hosts)}
@@ -95,21 +91,25 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
             try:
                 _require_entry(request, key=key, hosts=names)
                 body = await _body(request, most=wire.MOST_BYTES if given is bytes else MOST_JSON)
-                return _response(await handler(*_given(body, given), **request.path_params))
+                call = partial(handler, *_given(body, given), **request.path_params)
+                found = await (call() if inspect.iscoroutinefunction(handler) else asyncio.to_thread(call))
+                if found is None:
+                    return Response(status_code=204)
+                return found if isinstance(found, Response) else Response(ANYTHING.dump_json(found), media_type=JSON)
             except Refused as refused:
-                return _refusal(refused.message, refused.status)
+                return Failure(refused.message, status=refused.status)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             except Exception as error:
                 traceback.print_exception(error)
-                return _refusal(f"the server cannot answer this: {one_line(error)}", FAILED)
+                return Failure(f"the server cannot answer this: {one_line(error)}", status=FAILED)
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
     async def lost(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = shorten(request.url.path, 200)
-        return _refusal(f"{request.method} {path} is not served here", error.status_code)
+        return Failure(f"{request.method} {path} is not served here", status=error.status_code)
 
     return Starlette(
         routes=[route(*each) for each in routes(service)],
@@ -154,16 +154,6 @@ def _given(body: bytes, wanted: Any) -> tuple[Any, ...]:
     return (fields if wanted is dict else read(wanted, fields),)
 
 
-def _response(found: Answer | Mapping[str, Any] | None) -> Response:
-    if isinstance(found, Answer):
-        return Response(found.body, media_type=found.media_type)
-    return Response(status_code=204) if found is None else JSONResponse(found)
-
-
-def _refusal(sentence: str, status: int) -> Response:
-    return JSONResponse({"error": sentence, "category": "user"}, status)
-
-
 class Server:
     def __init__(
         self,
@@ -176,7 +166,7 @@ class Server:
     ) -> None:
         self._loop, self._socket = EventLoop("server"), listening
         self.service = Service(policy, options, self._loop, notify=notify)
-        self._http = uvicorn.Server(
+        self.http = uvicorn.Server(
             uvicorn.Config(
                 app(self.service, key=key, hosts=options.hosts),
                 lifespan="off",
@@ -190,18 +180,15 @@ class Server:
         )
 
     def run(self) -> None:
-        """Serve until `stop`, or until this thread is interrupted; it makes all calls of the policy but `draw`."""
+        """Serve until `http` is told to exit, or this thread is interrupted, which makes all calls of the policy but
+        `draw`."""
         try:
             self._loop.run(self._serve())
         finally:
             self._loop.close()
 
-    def stop(self) -> None:
-        """End `run`, from any thread; clients that wait are cut off."""
-        self._http.should_exit = self._http.force_exit = True
-
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(self.service.work())
-            await self._http.serve(sockets=[self._socket])
+            await self.http.serve(sockets=[self._socket])
             working.cancel()

@@ -63,20 +63,21 @@ class Checkpoints:
         partial = place.with_name(PARTIAL + place.name)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        saved = Checkpoint(
-            checkpoint_id=f"{place.parent.name}/{place.name}",
-            checkpoint_type=KINDS[place.parent.name],
-            time=now,
-            tinker_path=path,
-            size_bytes=write(partial / STATE),
-            user_metadata=dict(user_metadata or {}),
-            expires_at=expires,
-        )
-        _write(partial / CHECKPOINT, saved)
-        with self._changing:
-            aside = _moved_aside(place)
-            os.replace(partial, place)
-            shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
+        try:
+            saved = Checkpoint(
+                checkpoint_id=f"{place.parent.name}/{place.name}",
+                checkpoint_type=KINDS[place.parent.name],
+                time=now,
+                tinker_path=path,
+                size_bytes=write(partial / STATE),
+                user_metadata=dict(user_metadata or {}),
+                expires_at=expires,
+            )
+            _write(partial / CHECKPOINT, saved)
+            with self._changing:
+                _replace(place, partial)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
         return saved
 
     def find(self, path: str) -> tuple[TrainingRun, Checkpoint]:
@@ -122,7 +123,7 @@ class Checkpoints:
         """Raises Refused as `find` does."""
         with self._changing:
             self.find(path)
-            _remove(self._place(path))
+            _replace(self._place(path), None)
 
     def expire(self, path: str, *, ttl: object) -> None:
         """Delete a checkpoint `ttl` seconds from now; None: never. Raises Refused as `find` does."""
@@ -150,7 +151,7 @@ class Checkpoints:
                 return None  # also what is no longer readable, or of a later version
             if saved.expires_at is None or _now() < saved.expires_at:
                 return saved
-            _remove(place)
+            _replace(place, None)
             return None
 
     def _checkpoints(self, run: Path) -> list[Checkpoint]:
@@ -158,18 +159,16 @@ class Checkpoints:
         return sorted(filter(None, found), key=lambda saved: saved.time)
 
 
-def _remove(place: Path) -> None:
-    """Out of sight first, at once, so that nobody sees half of it."""
-    shutil.rmtree(_moved_aside(place), ignore_errors=True)
-
-
-def _moved_aside(place: Path) -> Path:
-    """Where what was at `place` is now, if there was anything."""
+def _replace(place: Path, new: Path | None) -> None:
+    """Let `new`, or nothing, be at this place. What was there goes out of sight at once, so that nobody sees half of
+    it, and then slowly: a server that ends meanwhile leaves the new."""
     aside = place.with_name(REPLACED + place.name)
     shutil.rmtree(aside, ignore_errors=True)  # what an earlier server left
     if place.exists():
         os.replace(place, aside)
-    return aside
+    if new is not None:
+        os.replace(new, place)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _now() -> datetime:

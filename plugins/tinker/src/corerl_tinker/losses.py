@@ -23,7 +23,7 @@ from corerl.algorithms import LossInputs, LossResult, PolicyTokens
 from corerl.backend import resolve_loss
 from corerl.types import TARGETS as GIVEN
 from corerl.types import Array, BoolArray, FloatArray, offsets_of
-from corerl_tinker.requests import Datum, Pass, PassDone, Refused
+from corerl_tinker.requests import Datum, Pass, Refused
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
@@ -127,23 +127,22 @@ class Rows:
         columns = tuple((name, column.shape[1:]) for name, column in self.samples.columns.items())
         return self.forward_only, self.loss.name, tuple(self.loss.params.items()), columns
 
-    def done(self, logprobs: FloatArray) -> PassDone:
+    @property
+    def size(self) -> int:
+        """Bytes: of sparse targets there are few in a body and many here."""
+        return sum(each.nbytes for each in (self.samples.tokens, self.known, *self.samples.columns.values()))
+
+    def done(self, logprobs: FloatArray) -> tuple[list[FloatArray], float]:
         """What the pass returns, by the log-probs of its rows, [N] or [N, K]: those of each datum's targets in their
-        shape, NaN where a target that does not count is no id."""
+        shape, NaN where a target that does not count is no id; and the loss."""
         found = np.where(self.known, logprobs.reshape(self.known.shape), np.nan).astype(np.float32)
         rows = zip(np.split(found, self.samples.offsets[1:-1]), self.shapes, strict=True)
-        return PassDone(
-            logprobs=tuple(row[1:, : math.prod(of[1:])].reshape(of) for row, of in rows),
-            metrics={"loss:sum": self.value(logprobs)},
-        )
-
-    def value(self, logprobs: FloatArray) -> float:
-        """The loss, from the log-probs."""
         columns = {name: torch.from_numpy(np.asarray(column)) for name, column in self.samples.columns.items()}
         columns["weights"] = columns["loss_mask"].float()
         bounds = torch.from_numpy(self.samples.offsets)
         inputs = LossInputs(logprobs=torch.from_numpy(logprobs).float(), columns=columns, bounds=bounds)
-        return float(resolve_loss(self.loss)(inputs).loss)
+        loss = float(resolve_loss(self.loss)(inputs).loss)
+        return [row[1:, : math.prod(of[1:])].reshape(of) for row, of in rows], loss
 
 
 # A token whose gradient is not finite, so that no step is taken with it, and its loss.

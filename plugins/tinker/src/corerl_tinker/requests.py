@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import numpy as np
 import pydantic
 from attrs import define, field, frozen
 from tinker import types as sdk
 
 from corerl.errors import UserError
 from corerl.messages import short_repr
-from corerl.types import Array, FloatArray, IntArray
+from corerl.types import Array, IntArray
 
 MOST_SAMPLES = 4096  # of one prompt
-MOST_TOKENS = 2**26  # of a prompt, once for each of its samples
+MOST_TOKENS = 2**25  # of a prompt, once for each of its samples: 256 MiB, the least that serve.memory_mib can be
 MOST_TOKEN = 2**31  # a token is below
 MOST_LIKELY = 2**22  # likely tokens of one prompt, of all its places together
 # What samplers are not asked, and what clients do instead.
@@ -60,14 +59,6 @@ class Pass:
     forward_only: bool = False
 
 
-@frozen(kw_only=True)
-class PassDone:
-    """What a pass returns: metrics have their reductions as suffixes (`loss:sum`)."""
-
-    logprobs: tuple[FloatArray, ...]  # for each datum, in the shape of its targets
-    metrics: Mapping[str, float]
-
-
 @define(kw_only=True, eq=False)
 class Sampler:
     """What a client samples from."""
@@ -77,26 +68,6 @@ class Sampler:
     name: str  # for messages
     base_model: str
     model_path: str | None = None  # of a checkpoint
-
-
-@frozen(kw_only=True)
-class Draw:
-    """A request for samples of one prompt."""
-
-    sampler: Sampler
-    prompt: IntArray  # [n]
-    asked: sdk.SampleRequest  # in the ranges that `draw_of` knows
-
-
-@frozen(kw_only=True)
-class Drawn:
-    """The samples of one prompt."""
-
-    tokens: tuple[IntArray, ...]  # by sample
-    logprobs: tuple[FloatArray, ...]
-    stopped: tuple[bool, ...]  # by a stop token or text; else by length
-    prompt_logprobs: FloatArray | None = None  # [n], NaN at the first token, and where it was not asked
-    prompt_top: tuple[IntArray, FloatArray] | None = None  # [n, k] tokens, the likeliest first, and log-probs, or NaN
 
 
 # ---- requests in JSON ------------------------------------------------------------------------------------------------
@@ -114,8 +85,8 @@ def read(cls: type[Request], fields: Fields) -> Request:
     raise Refused(f"{where}: {wrong['msg']}, got {got}")
 
 
-def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler) -> Draw:
-    """What is asked of a sampler; `given` are the sampling parameters as they came."""
+def require_sampled(request: sdk.SampleRequest, given: Fields) -> None:
+    """Raise Refused for what no sampler is asked; `given` are the sampling parameters as they came."""
     params = request.sampling_params
     for name, instead in UNSERVED.items():
         if getattr(request, name):
@@ -128,20 +99,19 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler) -> D
             raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
     if request.seq_id is None:  # all such requests would be one
         raise Refused("seq_id is missing; number the requests of a sampler, each with a seq_id of its own")
-    prompt = request.prompt.to_ints()
+    length = request.prompt.length
     checks = {
-        "prompt": len(prompt) > 0,
-        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / max(len(prompt), 1)),
+        "prompt": length > 0,
+        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / max(length, 1)),
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,
         "top_k": -1 <= params.top_k < MOST_TOKEN,
         "stop": all(0 <= each < MOST_TOKEN for each in params.stop or () if isinstance(each, int)),
-        "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
-        "topk_prompt_logprobs": 0 <= request.topk_prompt_logprobs * len(prompt) <= MOST_LIKELY,
+        "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= length,
+        "topk_prompt_logprobs": 0 <= request.topk_prompt_logprobs * length <= MOST_LIKELY,
     }
     for name, holds in checks.items():
         if not holds:
             value = getattr(request, name, None) or getattr(params, name, None)
             raise Refused(f"{name}={short_repr(value, 80)} is out of range")
-    return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)

@@ -18,12 +18,13 @@ from typing import Literal
 
 import numpy as np
 from attrs import evolve
+from tinker.types import SampleRequest
 
 from corerl import Engines, Output, SampleBatch
-from corerl.engines import GenerateRequest, Generation
+from corerl.engines import GenerateRequest, Generation, PromptScores
 from corerl.errors import CorerlError, EngineFailed, VersionGone
 from corerl.types import FloatArray, IntArray, offsets_of
-from corerl_tinker.requests import Draw, Drawn, InTurn, Refused, Sampler
+from corerl_tinker.requests import InTurn, Refused, Sampler
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
@@ -158,30 +159,20 @@ class Samplers:
         self._added += 1
         return Sampler(number=self._added, weights=weights, name=name, base_model=base_model, model_path=model_path)
 
-    async def draw(self, wanted: Draw, request: GenerateRequest, in_turn: InTurn) -> Drawn:
+    async def draw(
+        self, sampler: Sampler, asked: SampleRequest, request: GenerateRequest, in_turn: InTurn
+    ) -> Generation:
         """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
-        sampler, asked, length = wanted.sampler, wanted.asked, len(wanted.prompt)
-        scores = None
+        prompt, scores = request.tokens[: asked.prompt.length], None
         if asked.prompt_logprobs and not request.params.scored_top:  # else they are the engines', with likely tokens
-            scores = await in_turn(partial(self._scores, sampler), wanted.prompt, ("scores", sampler.weights))
-            scores[: length - (asked.prompt_logprobs_last_n or length)] = np.nan
+            logprobs = await in_turn(partial(self._scores, sampler), prompt, ("scores", sampler.weights))
+            logprobs[: len(prompt) - (asked.prompt_logprobs_last_n or len(prompt))] = np.nan
+            scores = evolve(PromptScores.unknown(len(prompt), request.params), logprobs=logprobs)
         if scores is not None and request.params.max_tokens == 1 and sampler.weights not in (self.now, *self._held()):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
-            found = Generation.nothing(request)
-        else:
-            found = await self._sampled(sampler, request, in_turn)
-        parts, top = found.offsets[1:-1], None
-        if found.scores is not None:
-            first = found.scores.part(0, length)
-            scores = first.logprobs if asked.prompt_logprobs else None
-            top = first.top_tokens, first.top_logprobs
-        return Drawn(
-            tokens=tuple(np.split(found.tokens, parts)),
-            logprobs=tuple(np.split(found.logprobs, parts)),
-            stopped=tuple(bool(each) for each in ~(found.truncated | found.unfinished)),
-            prompt_logprobs=scores,
-            prompt_top=top,
-        )
+            return evolve(Generation.nothing(request), scores=scores)
+        found = await self._sampled(sampler, request, in_turn)
+        return found if scores is None else evolve(found, scores=scores)
 
     async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
         begun, held = self._begin(sampler, request), partial(self._begin_held, sampler)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.responses import JSONResponse, Response
 from tinker import types as sdk
 from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
 
@@ -19,8 +20,8 @@ from corerl_tinker import wire
 from corerl_tinker.losses import Rows
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.order import Asked, Model, Turns
-from corerl_tinker.requests import Draw, Fields, Refused, Request, draw_of, read
-from corerl_tinker.sessions import GONE, Answer, Promise, Session, Sessions, answer_of, answered, failure
+from corerl_tinker.requests import Fields, Refused, Request, read, require_sampled
+from corerl_tinker.sessions import GONE, Failure, Session, Sessions
 
 if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
@@ -36,7 +37,8 @@ CREATION = ("session_id", "model_seq_id", "user_metadata", "optimizer_config")  
 
 class Service:
     """The server without HTTP, within one event loop. Handlers take the request and words of the path, return what is
-    answered, and raise Refused; those of a model's numbered requests are called in the thread of the group."""
+    answered, and raise Refused. Those that are no coroutines may be called in any thread, and of a model's numbered
+    requests in that of the group."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Service:
             return await self._loop.in_caller(guarded)
         finally:
             if self._lost:
-                self.sessions.fail_all(failure(self._lost, "server"))
+                self.sessions.fail_all(Failure(self._lost, "server"))
 
     def _require(self) -> None:
         """Raise Refused if nothing is computed any more."""
@@ -116,12 +118,9 @@ class Service:
         if self._model is not None and self._model.session == session_id:
             self._model.run = None  # what is queued is not begun
             self._model = None
-            asyncio.create_task(answer_of(self._release, self._notify))  # noqa: RUF006  -- the group's queue holds it
+            released = asyncio.ensure_future(self._turns.call(self._policy.release))
+            released.add_done_callback(lambda each: each.cancelled() or each.exception())  # of which all are told
         self.sessions.end(session_id)
-
-    async def _release(self) -> Answer:
-        await self._turns.call(self._policy.release)
-        return answered()
 
     # ---- a model -----------------------------------------------------------------------------------------------------
 
@@ -145,14 +144,15 @@ class Service:
             self._policy.create(run, path, optimizer=moments)
             model.run = run
 
-        async def created() -> Answer:
+        async def created() -> Response:
             try:
                 await self._turns.call(create)
             finally:
                 if model.run is None and self._model is model:
                     model.give_up(f"model {model_id!r} was not created")
                     self._model = None
-            return answered(model_id=model_id, path=path, type="load_weights" if path else "create_model")
+            kind = "load_weights" if path else "create_model"
+            return JSONResponse({"model_id": model_id, "path": path, "type": kind})
 
         self.sessions.promise(session, name, created, urgent=True)
         return found
@@ -202,11 +202,12 @@ class Service:
         except Exception as error:  # in its turn: its number is used up, for which later requests would wait
             rows, refused = None, error if isinstance(error, UserError) else Refused(message_of(error))
 
-        def run(model: Model, passes: Sequence[Rows]) -> Sequence[Answer]:
+        def run(model: Model, passes: Sequence[Rows]) -> Sequence[Response]:
             try:
                 if rows is None:
                     raise refused
-                return [wire.pass_answer(done) for done in self._policy.run(passes)]
+                found = zip(passes, self._policy.run(passes), strict=True)
+                return [wire.pass_answer(*each.done(logprobs)) for each, logprobs in found]
             except UserError as error:
                 if not forward_only:
                     model.incomplete = (
@@ -214,20 +215,20 @@ class Service:
                     )
                 raise
 
-        return self._numbered(model_id, number, run, rows, key=rows and rows.key, size=len(body))
+        return self._numbered(model_id, number, run, rows, key=rows and rows.key, size=rows.size if rows else 0)
 
     async def in_turn(self, cls: type[Request], handler: Callable[[Model, Request], Fields], fields: Fields) -> Fields:
         """Promise what `handler` answers to a request of a model. What is wrong with it is found in its turn, and its
         number used up, for which later requests would wait."""
         return self._numbered(
-            fields["model_id"], fields["seq_id"], lambda model, _: [answered(**handler(model, read(cls, fields)))]
+            fields["model_id"], fields["seq_id"], lambda model, _: [JSONResponse(handler(model, read(cls, fields)))]
         )
 
     def _numbered(
         self,
         model_id: str,
         number: int,
-        work: Callable[[Model, Sequence[Any]], Sequence[Answer]],
+        work: Callable[[Model, Sequence[Any]], Sequence[Response]],
         what: Any = None,
         *,
         key: Hashable = None,
@@ -243,7 +244,7 @@ class Service:
         if number < model.next:
             raise Refused(f"the answer to request {number} of model {model_id!r} is forgotten", status=GONE)
 
-        def of_model(asked: Sequence[Any]) -> Sequence[Answer]:
+        def of_model(asked: Sequence[Any]) -> Sequence[Response]:
             if model.run is None:  # or another one would be trained
                 raise Refused(f"model {model.id!r} was not created: request {model.id}:0 was refused")
             return work(model, asked)
@@ -290,19 +291,21 @@ class Service:
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, request: sdk.CreateSamplingSessionRequest) -> Answer:
+    async def create_sampling_session(self, request: sdk.CreateSamplingSessionRequest) -> Response:
         session, path = self.sessions.of(request.session_id), request.model_path
         if path is not None:
             await asyncio.to_thread(self._policy.checkpoints.find, path)
 
-        async def create() -> Answer:
+        async def create() -> Response:
             sampler = await self._turns.call(lambda: self._policy.sampler(path, request.base_model or ""))
-            return answered(sampling_session_id=self.sessions.add(session, sampler), type="create_sampling_session")
+            sampler_id = self.sessions.add(session, sampler)
+            return JSONResponse({"sampling_session_id": sampler_id, "type": "create_sampling_session"})
 
         name = f"{session.id}:sample:{request.sampling_session_seq_id}"
-        answer = await self._wait(name, self.sessions.promise(session, name, create, urgent=True))
-        if answer.error:
-            raise Refused(answer.error)
+        promise = self.sessions.promise(session, name, create, urgent=True)
+        answer = await self.sessions.wait(name, promise, POLL_SECONDS)
+        if isinstance(answer, Failure):
+            raise Refused(answer.sentence)
         return answer
 
     async def get_sampler(self, sampler: str) -> Fields:
@@ -313,24 +316,26 @@ class Service:
         request, sampler_id = read(sdk.SampleRequest, fields), fields["sampling_session_id"]
         session, sampler = self.sessions.sampler(sampler_id)
         name = f"{sampler_id}:{request.seq_id}"
-        wanted = draw_of(request, fields["sampling_params"], sampler=sampler)
-        self.sessions.promise(session, name, lambda: self._drawn(wanted), size=wanted.prompt.nbytes)
+        require_sampled(request, fields["sampling_params"])
+
+        async def drawn() -> Response:
+            self._require()
+            return wire.sample_answer(request, await self._policy.draw(sampler, request, self._turns.ask))
+
+        tokens = request.num_samples * request.prompt.length  # engines are sent the prompt once for each sample
+        self.sessions.promise(session, name, drawn, size=8 * tokens)
         return {
             "request_id": name,
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
         }
 
-    async def _drawn(self, wanted: Draw) -> Answer:
-        self._require()
-        return wire.sample_answer(await self._policy.draw(wanted, self._turns.ask))
-
     # ---- promises ----------------------------------------------------------------------------------------------------
 
-    async def retrieve_future(self, request: sdk.FutureRetrieveRequest) -> Answer:
+    async def retrieve_future(self, request: sdk.FutureRetrieveRequest) -> Response:
         name = request.request_id
         session = self.sessions.of(name, status=404)
         if (promise := session.promises.get(name)) is not None:
-            return await self._wait(name, promise)
+            return await self.sessions.wait(name, promise, POLL_SECONDS)
         # A client asks again, under the same number of a model, or another one of a sampler.
         raise Refused(
             f"request {short_repr(name, 80)} is not known, or its answer was fetched, and is forgotten", status=GONE
@@ -355,33 +360,25 @@ class Service:
             "cursor": max([cursor, *(promise.number for promise in done.values())]),
         }
 
-    async def _wait(self, name: str, promise: Promise) -> Answer:
-        answer = await self.sessions.wait(promise, POLL_SECONDS)
-        if answer is None:
-            raise Refused(f"request {name!r} is not done yet; ask again", status=408)
-        return answer
-
     # ---- checkpoints and the server ----------------------------------------------------------------------------------
 
-    async def training_run(self, run: str) -> Fields:
-        return (await asyncio.to_thread(self._policy.checkpoints.run, run)).model_dump(mode="json")
+    def training_run(self, run: str) -> sdk.TrainingRun:
+        return self._policy.checkpoints.run(run)
 
-    async def checkpoints(self, run: str) -> Fields:
-        listed = await asyncio.to_thread(self._policy.checkpoints.of, run)
-        return {"checkpoints": [saved.model_dump(mode="json") for saved in listed]}
+    def checkpoints(self, run: str) -> Fields:
+        return {"checkpoints": self._policy.checkpoints.of(run)}
 
-    async def weights_info(self, fields: Fields) -> Fields:
-        run, _ = await asyncio.to_thread(self._policy.checkpoints.find, fields["tinker_path"])
-        return {"base_model": run.base_model, "is_lora": run.is_lora, "lora_rank": run.lora_rank}
+    def weights_info(self, fields: Fields) -> Fields:
+        run, _ = self._policy.checkpoints.find(fields["tinker_path"])
+        return run.model_dump(include={"base_model", "is_lora", "lora_rank"})
 
-    async def delete_checkpoint(self, run: str, checkpoint: str) -> None:
-        await asyncio.to_thread(self._policy.checkpoints.delete, f"tinker://{run}/{checkpoint}")
+    def delete_checkpoint(self, run: str, checkpoint: str) -> None:
+        self._policy.checkpoints.delete(f"tinker://{run}/{checkpoint}")
 
-    async def expire_checkpoint(self, fields: Fields, run: str, checkpoint: str) -> None:
-        path, ttl = f"tinker://{run}/{checkpoint}", fields.get("ttl_seconds")
-        await asyncio.to_thread(self._policy.checkpoints.expire, path, ttl=ttl)
+    def expire_checkpoint(self, fields: Fields, run: str, checkpoint: str) -> None:
+        self._policy.checkpoints.expire(f"tinker://{run}/{checkpoint}", ttl=fields.get("ttl_seconds"))
 
-    async def capabilities(self) -> Fields:
+    def capabilities(self) -> Fields:
         longest = self._policy.context_length or None  # None: unlimited
         about = {"max_context_length": longest, "trainable": True, "sampleable": True}
         names = (self._options.name, *self._options.aliases)

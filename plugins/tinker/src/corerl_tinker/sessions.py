@@ -9,69 +9,44 @@ import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, field
+from starlette.responses import Response
 
 from corerl.errors import UserError
 from corerl.messages import message_of, short_repr
 from corerl_tinker.requests import Category, Refused, Sampler
 
-JSON = "application/json"
 KEPT_SECONDS = 600.0  # after a result was fetched: the response may not have arrived, and clients ask again
 GATHER_SECONDS = 0.01  # for requests that are done soon after another one
 LEAST_BYTES = 1024  # what a promise counts for at least, of memory
 GONE = 410  # for which clients neither wait nor ask again
 
 
-@frozen(kw_only=True)
-class Answer:
-    """What a client is sent."""
+class Failure(Response):
+    """Why there is no result."""
 
-    body: bytes
-    media_type: str = JSON
-    error: str = ""  # a sentence, if there is no result
-
-
-def answered(**fields: Any) -> Answer:
-    return Answer(body=json.dumps(fields).encode())
-
-
-def failure(sentence: str, category: Category) -> Answer:
-    return Answer(body=json.dumps({"error": sentence, "category": category}).encode(), error=sentence)
-
-
-async def answer_of(work: Callable[[], Awaitable[Answer]], notify: Callable[[str], None]) -> Answer:
-    """What `work` returns, or the sentence of its error."""
-    try:
-        return await work()
-    except UserError as error:
-        return failure(error.message, error.category if isinstance(error, Refused) else "user")
-    except Exception as error:
-        notify(f"a request has failed: {message_of(error)}")
-        return failure(message_of(error), "server")
+    def __init__(self, sentence: str, category: Category = "user", status: int = 200) -> None:
+        # In ASCII: a sentence may quote what is no Unicode, such as the name of a file.
+        content = json.dumps({"error": sentence, "category": category})
+        super().__init__(content, status, media_type="application/json")
+        self.sentence = sentence
 
 
 @define(kw_only=True, eq=False)
 class Promise:
-    """The answer to one request, once its task has ended."""
+    """The answer to one request, once its work is done."""
 
-    task: asyncio.Task[Answer]
+    work: asyncio.Future[Response]
     size: int  # bytes of the request, then of the answer
+    answer: Response | None = None  # not yet
     number: int = 0  # in the order in which promises of the session are done; 0: not yet
     fetched: float = math.inf  # when, by the clock
-    given_up: Answer | None = None  # why there will be no other
 
-    @property
-    def answer(self) -> Answer | None:
-        """None: not yet."""
-        there = self.task.done() and not self.task.cancelled()
-        return self.given_up or (self.task.result() if there else None)
-
-    def give_up(self, answer: Answer) -> None:
+    def give_up(self, answer: Failure) -> None:
         if self.answer is None:
-            self.given_up = answer
-            self.task.cancel()
+            self.answer = answer
+            self.work.cancel()
 
 
 @define(kw_only=True, eq=False)
@@ -150,13 +125,19 @@ class Sessions:
         """What was promised is given up, and whoever still waits for it is told."""
         if (session := self._sessions.pop(session_id, None)) is not None:
             for name, promise in list(session.promises.items()):
-                promise.give_up(failure(f"session {session_id} has ended", "user"))
+                promise.give_up(Failure(f"session {session_id} has ended"))
                 self._drop(session, name)
 
     # ---- promises ----------------------------------------------------------------------------------------------------
 
     def promise(
-        self, session: Session, name: str, work: Callable[[], Awaitable[Answer]], *, size: int = 0, urgent: bool = False
+        self,
+        session: Session,
+        name: str,
+        work: Callable[[], Awaitable[Response]],
+        *,
+        size: int = 0,
+        urgent: bool = False,
     ) -> Promise:
         """Promise what `work` returns, or what was promised before under this name. Raises Refused, with the status for
         which clients wait and repeat the request, if there is no memory for what it holds; one that others wait for is
@@ -171,11 +152,13 @@ class Sessions:
                     "less at once",
                     status=429,
                 )
-        task = asyncio.create_task(answer_of(work, self._notify))
-        promise = session.promises[name] = Promise(task=task, size=max(size, LEAST_BYTES))
+        promise = Promise(work=asyncio.ensure_future(work()), size=max(size, LEAST_BYTES))
+        session.promises[name] = promise
         self.bytes += promise.size
 
-        def done(_: object) -> None:
+        def done(work: asyncio.Future[Response]) -> None:
+            if not work.cancelled():
+                promise.answer = promise.answer or self._answer(work)
             if session.promises.get(name) is promise:  # and not dropped
                 self.bytes -= promise.size
                 promise.size = max(len(promise.answer.body) if promise.answer else 0, LEAST_BYTES)
@@ -184,14 +167,24 @@ class Sessions:
             promise.number = session.done
             session.more.set()
 
-        task.add_done_callback(done)
+        promise.work.add_done_callback(done)
         return promise
 
-    async def wait(self, promise: Promise, seconds: float) -> Answer | None:
-        """The answer, or None if it is not there after `seconds`."""
-        await asyncio.wait([promise.task], timeout=seconds)
-        if promise.answer is not None:
-            promise.fetched = min(promise.fetched, self._clock())
+    def _answer(self, work: asyncio.Future[Response]) -> Response:
+        """What it has returned, or the sentence of its error."""
+        if (error := work.exception()) is None:
+            return work.result()
+        if isinstance(error, UserError):
+            return Failure(error.message, error.category if isinstance(error, Refused) else "user")
+        self._notify(f"a request has failed: {message_of(error)}")
+        return Failure(message_of(error), "server")
+
+    async def wait(self, name: str, promise: Promise, seconds: float) -> Response:
+        """The answer. Raises Refused, with the status for which clients ask again, if there is none after `seconds`."""
+        await asyncio.wait([promise.work], timeout=seconds)
+        if promise.answer is None:
+            raise Refused(f"request {name!r} is not done yet; ask again", status=408)
+        promise.fetched = min(promise.fetched, self._clock())
         return promise.answer
 
     def forget(self, *, seconds: float = KEPT_SECONDS) -> None:
@@ -206,7 +199,7 @@ class Sessions:
         if name in session.promises and session.promises[name].fetched < math.inf:
             self._drop(session, name)
 
-    def fail_all(self, answer: Answer) -> None:
+    def fail_all(self, answer: Failure) -> None:
         """Give up all that is open."""
         for session in self._sessions.values():
             for promise in session.promises.values():

@@ -17,7 +17,7 @@ from tinker import types as sdk
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
 from corerl.config import ALL_LINEAR, EXPERTS, Config, LoraConfig, dump_toml, recorded
-from corerl.engines import GenerateRequest, SamplingParams, stops_of
+from corerl.engines import GenerateRequest, Generation, SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
 from corerl.ops import hash_key
@@ -25,7 +25,7 @@ from corerl.types import FloatArray, TrainResult, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
+from corerl_tinker.requests import InTurn, Pass, Refused, Sampler
 from corerl_tinker.sampling import START, Samplers
 
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
@@ -55,9 +55,9 @@ def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objectiv
 class ServedPolicy:
     """The trained model and what samples from it, over one group of ranks and its engines.
 
-    One thread calls all but `planned`, `rows` and `draw`, in the order of the client's numbers. Each method raises
-    `Refused`, or another UserError, for what has failed alone, such as what the client should do otherwise; other
-    errors end the model.
+    One thread calls all but `planned`, `rows` and `draw`, in the order of the client's numbers, and trains no model
+    that is not created. Each method raises `Refused`, or another UserError, for what has failed alone, such as what the
+    client should do otherwise; other errors end the model.
     """
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
@@ -85,7 +85,6 @@ class ServedPolicy:
         self._name = options.name  # by which the client calls the model
         self._step = 0  # the optimizer step that comes next
         self._gradients = False  # whether passes have left gradients that no step has taken
-        self._stale = False  # whether ranks are to begin with the model once more, before they do anything else
 
     @property
     def ended(self) -> bool:
@@ -124,7 +123,7 @@ class ServedPolicy:
         if path:
             self._go_on_from(path, moments=optimizer)
         elif self._step or self._samplers.now != START:
-            self._stale = True  # not yet: a checkpoint may be loaded next
+            self._restart("", START)
         self._training, self._name = run.training_run_id, run.base_model
 
     def release(self) -> None:
@@ -154,25 +153,13 @@ class ServedPolicy:
         if self._lora is None and not (asked.train_mlp and asked.train_attn):
             raise Refused("this server trains all weights, and not some layers alone; give it a table [lora]")
 
-    def _require_model(self, *, fresh: bool = True) -> None:
-        if not self._training:
-            raise Refused("no model is trained here; create one first", status=404)
-        if fresh:
-            self._freshen()
-
-    def _freshen(self) -> None:
-        """Let the ranks hold what a new model begins with, if they do not."""
-        if self._stale:
-            self._restart("", START)
-
     def _restart(self, directory: str, number: int | None, *, moments: bool = False) -> None:
         """Let other ranks go on from what `save` wrote, the weights of this number, or with the model."""
         self._samplers.turn("train")
-        self._gradients, self._stale = False, True
+        self._gradients = False
         self._samplers.restarting()
         self._step = self._engines.group.restart(directory, moments=moments).result().optimizer_step
         self._samplers.changed(number)
-        self._stale = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -180,21 +167,19 @@ class ServedPolicy:
         """The rows of a pass; in any thread."""
         return rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self.context_length)
 
-    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
-        """Compute log-probs, and add gradients unless they are `forward_only`, for passes that have the same `key`."""
-        self._require_model()
+    def run(self, passes: Sequence[Rows]) -> list[FloatArray]:
+        """Compute log-probs, [N] or [N, K] of each, and add gradients unless they are `forward_only`, for passes that
+        have the same `key`."""
         samples = SampleBatch.concatenate([each.samples for each in passes])
         if passes[0].forward_only:
             self._samplers.turn("forward")
             logprobs = self._engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
         else:
             logprobs = self._add_gradients(samples, passes[0].loss)
-        parts = np.split(logprobs, offsets_of([len(each.samples.tokens) for each in passes])[1:-1])
-        return [each.done(part) for each, part in zip(passes, parts, strict=True)]
+        return np.split(logprobs, offsets_of([len(each.samples.tokens) for each in passes])[1:-1])
 
     def step(self, asked: sdk.AdamParams) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""
-        self._require_model()
         if not self._gradients:
             raise Refused("optim_step without gradients: no forward_backward has come since the last step")
         if not (math.isfinite(asked.learning_rate) and asked.learning_rate >= 0):
@@ -244,7 +229,6 @@ class ServedPolicy:
         kind, overwrite = "sampler_weights", False
         if isinstance(asked, sdk.SaveWeightsRequest):
             kind, overwrite = "weights", asked.overwrite
-        self._require_model()
         if self._gradients:
             raise Refused("forward_backward has left gradients, which no checkpoint holds; save after optim_step")
         path = f"tinker://{self._training}/{kind}/{asked.path or ''}"
@@ -265,7 +249,6 @@ class ServedPolicy:
 
     def load(self, path: str, *, optimizer: bool) -> None:
         """Into the model that was created, with the moments of a training checkpoint or without."""
-        self._require_model(fresh=False)
         if self._gradients:
             raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
         self._go_on_from(path, moments=optimizer)
@@ -282,7 +265,7 @@ class ServedPolicy:
         try:
             self._restart(str(self.checkpoints.state_of(path)), self._weights_at.get(path), moments=moments)
         except UserError as error:
-            self._freshen()
+            self._restart("", START)
             raise Refused(f"{path} cannot be loaded, and ranks begin with the model again: {error.message}") from error
         self._weights_at[path] = self._samplers.now
 
@@ -290,7 +273,6 @@ class ServedPolicy:
 
     def save_for_sampler(self, asked: sdk.SaveWeightsForSamplerRequest) -> Sampler:
         """A new sampler of the weights as they are, and their checkpoint if it has a name."""
-        self._require_model()
         if asked.kind != "snapshot":
             raise Refused(f"kind={asked.kind!r} is not served: what a sampler answers with never changes; leave it out")
         path = None if asked.path is None else self.save(asked).tinker_path
@@ -314,7 +296,7 @@ class ServedPolicy:
                 )
             self._go_on_from(model_path)
             number = self._samplers.now
-        if number == self._samplers.now and not self._stale:
+        if number == self._samplers.now:
             self._samplers.keep()
             self._samplers.push()
         return self._samplers.add(number, model_path, base_model=run.base_model, model_path=model_path)
@@ -323,23 +305,24 @@ class ServedPolicy:
         if base_model in self._teachers:
             return self._teachers[base_model]
         self._require_served(base_model)
-        self._stale |= not self._training and self._samplers.now != START
-        self._freshen()
+        if not self._training and self._samplers.now != START:
+            self._restart("", START)
         if self._samplers.now == START:
             self._samplers.push()
         return START
 
-    async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
+    async def draw(self, sampler: Sampler, wanted: sdk.SampleRequest, in_turn: InTurn) -> Generation:
         """In the server's event loop. What ranks compute for it, such as log-probs of the prompt, waits its turn."""
-        vocabulary = self._plan.vocabulary
-        if (wanted.prompt < 0).any() or (wanted.prompt >= vocabulary).any():
-            raise Refused(f"all tokens of the prompt have to be below {vocabulary}, and none below 0")
-        if (top := wanted.asked.topk_prompt_logprobs) > vocabulary:
-            raise Refused(f"topk_prompt_logprobs={top}, of {vocabulary} tokens that there are")
-        return await self._samplers.draw(wanted, self._request(wanted), in_turn)
+        return await self._samplers.draw(sampler, wanted, self._request(sampler, wanted), in_turn)
 
-    def _request(self, wanted: Draw) -> GenerateRequest:
-        asked, length, samples = wanted.asked.sampling_params, len(wanted.prompt), wanted.asked.num_samples
+    def _request(self, sampler: Sampler, wanted: sdk.SampleRequest) -> GenerateRequest:
+        prompt, vocabulary = np.array(wanted.prompt.to_ints()), self._plan.vocabulary
+        asked, length, samples = wanted.sampling_params, len(prompt), wanted.num_samples
+        top, last = wanted.topk_prompt_logprobs, wanted.prompt_logprobs_last_n
+        if (prompt < 0).any() or (prompt >= vocabulary).any():
+            raise Refused(f"all tokens of the prompt have to be below {vocabulary}, and none below 0")
+        if top > vocabulary:
+            raise Refused(f"topk_prompt_logprobs={top}, of {vocabulary} tokens that there are")
         room = (self.context_length or length + self._plan.max_tokens) - length
         most = room if asked.max_tokens is None else asked.max_tokens
         if (self.context_length and most > room) or most < 1:
@@ -355,7 +338,6 @@ class ServedPolicy:
             except ValueError as error:
                 raise Refused(f"stop: {error}") from None
             tokens += [*self._ends, *of_texts]
-        top, last = wanted.asked.topk_prompt_logprobs, wanted.asked.prompt_logprobs_last_n
         params = SamplingParams(
             temperature=asked.temperature or 1.0,
             top_p=asked.top_p,
@@ -368,9 +350,9 @@ class ServedPolicy:
             scored_top=top,
         )
         # Noise follows from the seed or, without one, from the sampler and the request's number.
-        origin = (wanted.sampler.number, wanted.asked.seq_id) if asked.seed is None else (asked.seed % 2**63,)
+        origin = (sampler.number, wanted.seq_id) if asked.seed is None else (asked.seed % 2**63,)
         return GenerateRequest(
-            tokens=np.tile(wanted.prompt, samples),
+            tokens=np.tile(prompt, samples),
             offsets=offsets_of([length] * samples),
             noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
             params=params,

@@ -7,14 +7,15 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 import numpy as np
+from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
-from tinker.types import TensorData
+from tinker.types import SampleRequest, TensorData
 from tinker.types.topk_logprobs import MASK_LOGPROB
 
+from corerl.engines import Generation
 from corerl.messages import message_of
-from corerl.types import Array
-from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
-from corerl_tinker.sessions import Answer
+from corerl.types import Array, FloatArray
+from corerl_tinker.requests import Datum, Pass, Refused
 
 PROTOBUF = "application/x-protobuf"
 MOST_BYTES = 64 * 2**20  # of a body
@@ -81,30 +82,33 @@ def _array(tensor: pb.Tensor) -> Array:
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def pass_answer(done: PassDone) -> Answer:
-    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=done.metrics)
-    for several, rows in groupby(done.logprobs, key=lambda row: row.shape[1:]):
+def pass_answer(logprobs: Sequence[FloatArray], loss: float) -> Response:
+    """Log-probs of each datum, in the shape of its targets."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
+    for several, rows in groupby(logprobs, key=lambda row: row.shape[1:]):
         parts = [np.ascontiguousarray(row, "<f4").tobytes() for row in rows]
         offsets = np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes()  # in bytes
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
         tensor = pb.BatchedTensor(data=b"".join(parts), offsets=offsets, dtype=pb.DTYPE_FLOAT32, trailing_shape=several)
         record.fields["logprobs"].CopyFrom(tensor)
-    return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
+    return Response(message.SerializeToString(), media_type=PROTOBUF)
 
 
-def sample_answer(drawn: Drawn) -> Answer:
-    message = pb.SampleResponse()
-    for tokens, logprobs, stopped in zip(drawn.tokens, drawn.logprobs, drawn.stopped, strict=True):
+def sample_answer(asked: SampleRequest, found: Generation) -> Response:
+    """The samples of one prompt, with its scores, of which those of the first row are read."""
+    message, ended_early = pb.SampleResponse(), found.truncated | found.unfinished
+    for start, end, by_length in zip(found.offsets, found.offsets[1:], ended_early, strict=False):
         message.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
-            tokens=tokens.astype("<i4").tobytes(),
-            logprobs=logprobs.astype("<f4").tobytes(),
+            stop_reason=pb.STOP_REASON_LENGTH if by_length else pb.STOP_REASON_STOP,
+            tokens=found.tokens[start:end].astype("<i4").tobytes(),
+            logprobs=found.logprobs[start:end].astype("<f4").tobytes(),
         )
-    if drawn.prompt_logprobs is not None:  # a log-prob that is not there is written as NaN
-        message.prompt_logprobs = drawn.prompt_logprobs.astype("<f4").tobytes()
-    if drawn.prompt_top is not None:
-        (tokens, logprobs), top = drawn.prompt_top, message.topk_prompt_logprobs
-        top.length, top.k = tokens.shape
-        top.token_ids = tokens.astype("<i4").tobytes()
-        top.logprobs = np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype("<f4").tobytes()
-    return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
+    if found.scores is not None:
+        scores, top = found.scores.part(0, asked.prompt.length), message.topk_prompt_logprobs
+        if asked.prompt_logprobs:  # a log-prob that is not there is written as NaN
+            message.prompt_logprobs = scores.logprobs.astype("<f4").tobytes()
+        if asked.topk_prompt_logprobs:
+            top.length, top.k = scores.top_tokens.shape
+            top.token_ids = scores.top_tokens.astype("<i4").tobytes()
+            top.logprobs = np.nan_to_num(scores.top_logprobs, nan=MASK_LOGPROB).astype("<f4").tobytes()
+    return Response(message.SerializeToString(), media_type=PROTOBUF)
