@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from corerl.config.load import recorded
 from corerl.config.schema import ModelConfig
 from corerl.config.toml_text import to_plain
 from corerl.errors import CheckpointError, ConfigError, UserError
@@ -15,7 +16,7 @@ from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
 from corerl.plan.resume import require_same_source
-from tests.driver.saved import DATA, config_in, make_config, make_model
+from tests.driver.saved import DATA, config_in, make_config, make_model, save
 
 Install = Callable[..., Path]
 
@@ -97,6 +98,17 @@ def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any]
     with pytest.raises(CheckpointError, match=rf"^step-2 is of a run that {line}; resume with the run.mode"):
         require_same_source({"source": source}, config, "step-2")
     require_same_source({"source": source}, make_config(run={"mode": "train" if mode != "train" else "train-only"}), "")
+
+
+@pytest.mark.parametrize(("mode", "first_step"), [("rollout-only", 0), ("eval", 2)])
+def test_weights_trained_on_saved_batches_can_be_sampled(tmp_path: Path, mode: Any, first_step: int) -> None:
+    config = make_config()
+    state = {"rollout_step": 2, "source": {"files": 2}, "config": to_plain(recorded(config))}
+    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=2, state=state)
+    resumed = config_in(tmp_path / "other", str(checkpoint))
+    assert make_plan(evolve(resumed, run=evolve(resumed.run, mode=mode))).first_step == first_step
+    with pytest.raises(CheckpointError, match="^checkpoint.resume: .* read saved batches, but run.mode='train' does"):
+        make_plan(resumed)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
