@@ -17,7 +17,7 @@ from corerl.plan.algorithm import (
     check_algorithm,
     plan_algorithm,
 )
-from corerl.plan.check import Problems, contradictions, require_even, require_no_code_of_a_model
+from corerl.plan.check import Problems, contradictions, require_no_code_of_a_model, uneven
 from corerl.plan.data import (
     RolloutPlan,
     load_eval_sets,
@@ -149,7 +149,10 @@ def _plan_run(given: Config, chosen: Mapping[str, Setting], *, starting: bool) -
         context_length=context,
         algorithm=algorithm,
     )
-    _require_even_batches(final, plugins, processes)
+    problems.add(
+        *uneven(final, {role: own.data_parallel for role, own in processes.roles.items() if models[role].trained})
+    )
+    problems.raise_all()
     rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
     record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[: len(extended.chosen_extensions)])))
@@ -184,15 +187,6 @@ def _plan_run(given: Config, chosen: Mapping[str, Setting], *, starting: bool) -
         record=record,
         starting=starting,
     )
-
-
-def _require_even_batches(config: Config, plugins: Plugins, processes: ProcessPlan) -> None:
-    problems = Problems()
-    for role, ranks in processes.roles.items():
-        if not plugins.is_frozen(role):
-            with problems.stage(f"roles.{role}"):
-                require_even(role, config, data_parallel=ranks.data_parallel)
-    problems.raise_all()
 
 
 def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:

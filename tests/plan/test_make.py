@@ -111,6 +111,18 @@ def test_weights_trained_on_saved_batches_can_be_sampled(tmp_path: Path, mode: A
         make_plan(resumed)
 
 
+def test_only_batches_that_are_trained_on_must_divide_over_ranks(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "rollout": {"engine": "fake", "prompts": 8, "samples": 4},
+        "roles": {"actor": {"ranks": 3}},
+    }
+    config = config_in(tmp_path / "run", backend={"name": "fsdp"}, **sizes)
+    with pytest.raises(ConfigError, match=r"^rollout.prompts: 8 x .* do not divide evenly over roles.actor.ranks=3"):
+        make_plan(config)
+    plan = make_plan(evolve(config, run=evolve(config.run, mode="eval")))
+    assert len(plan.processes.roles["actor"].assignments) == 3
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_auto_means_cpu() -> None:
     assert [resolve_device(device) for device in ("auto", "cpu")] == ["cpu", "cpu"]
