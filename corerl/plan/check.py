@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
@@ -250,7 +250,14 @@ def require_no_code_of_a_model(config: Config) -> None:
 # ---- all problems together -------------------------------------------------------------------------------------------
 
 
-TABLE = re.compile(rf"(?:{'|'.join(attrs.fields_dict(Config))})[.\[=:]")  # a line that begins with its path
+def _path_of(table: str, kind: Any) -> str:
+    """A pattern of the paths that begin with a table of the config; a file may be named alike, such as data.jsonl."""
+    keys = [key for arm in (kind, *get_args(kind)) if attrs.has(arm) for key in class_fields(arm)]
+    within = rf"(?:{'|'.join(keys)})\b" if keys else ""  # tables of plugins have the plugins' names
+    return rf"{table}(?:[\[=:]|\.{within})"
+
+
+PATH = re.compile("|".join(_path_of(name, field.type) for name, field in class_fields(Config).items()))
 
 
 class Problems:
@@ -283,7 +290,7 @@ class Problems:
 
 def _at(path: str, error: UserError) -> UserError:
     """The same error, with `path` before each line that has none."""
-    lines = [line if TABLE.match(line) else f"{path}: {line}" for line in error.message.splitlines()]
+    lines = [line if PATH.match(line) else f"{path}: {line}" for line in error.message.splitlines()]
     placed = type(error)("\n".join(lines))
     placed.__cause__ = error
     return placed
