@@ -207,12 +207,12 @@ def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tu
 def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, problems: Problems) -> None:
     """Check the files that a run starts from."""
     algorithm = config.algorithm
-    # A resume still reads the KL reference from the model's files, if that is a snapshot.
-    refers = bool(algorithm.kl_coef) and config.roles.reference is None
+    # A resume still reads the actor's KL reference from the model's files, if that is a snapshot.
+    refers = config.run.trains and bool(algorithm.kl_coef) and config.roles.reference is None
     refers = refers and not algorithm.reference and not algorithm.reference_every
     for role, model in models.items():
-        part = start.resume / role if start.resume else None
-        check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
+        part, reads = start.resume / role if start.resume else None, refers and role == ACTOR
+        check_files(model, part, setting="checkpoint.resume", refers=reads, problems=problems)
     if algorithm.reference and config.run.trains:
         with problems.stage("algorithm.reference"):
             actor = models[ACTOR]

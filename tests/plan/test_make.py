@@ -123,6 +123,22 @@ def test_only_batches_that_are_trained_on_must_divide_over_ranks(tmp_path: Path)
     assert len(plan.processes.roles["actor"].assignments) == 3
 
 
+@pytest.mark.parametrize(("mode", "kl_coef"), [("train", 0.0), ("eval", 0.1), ("rollout-only", 0.1), ("train", 0.1)])
+def test_a_resume_reads_the_models_files_for_a_reference_alone(tmp_path: Path, mode: Any, kl_coef: float) -> None:
+    config = make_config()
+    make_model(config, seed=0).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=2)
+    model = {"path": str(tmp_path / "model"), "tokenizer": DATA["model"]["tokenizer"]}
+    resumed = config_in(tmp_path / "other", str(checkpoint), model=model, algorithm={"kl_coef": kl_coef})
+    resumed = evolve(resumed, run=evolve(resumed.run, mode=mode))
+    if mode == "train" and kl_coef:
+        with pytest.raises(UserError, match=r"^model.path: \S+ has no weights"):
+            make_plan(resumed)
+    else:
+        assert make_plan(resumed).start.resume == checkpoint
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_auto_means_cpu() -> None:
     assert [resolve_device(device) for device in ("auto", "cpu")] == ["cpu", "cpu"]
