@@ -10,15 +10,7 @@ from attrs import evolve, fields, frozen
 from transformers import PreTrainedTokenizerBase
 
 from corerl.config.functions import imported
-from corerl.config.schema import (
-    Config,
-    DataConfig,
-    EvalSampling,
-    EvalSource,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource, ModelConfig, RewardConfig, RolloutConfig
 from corerl.data.files import GivenRows, Rows
 from corerl.data.prompts import HeldOut, PromptSource
 from corerl.data.rows import load_prompts

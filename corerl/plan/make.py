@@ -12,19 +12,9 @@ from corerl.config.load import as_config, recorded
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
-from corerl.plan.algorithm import (
-    against_algorithm,
-    check_algorithm,
-    plan_algorithm,
-)
+from corerl.plan.algorithm import against_algorithm, check_algorithm, plan_algorithm
 from corerl.plan.check import Problems, contradictions, require_no_code_of_a_model, uneven
-from corerl.plan.data import (
-    RolloutPlan,
-    load_eval_sets,
-    names_prompts,
-    plan_rollout,
-    with_prompt_check,
-)
+from corerl.plan.data import RolloutPlan, load_eval_sets, names_prompts, plan_rollout, with_prompt_check
 from corerl.plan.models import (
     AS_ACTOR,
     RoleModel,
@@ -52,12 +42,7 @@ from corerl.plan.resolve import (
     with_extensions,
 )
 from corerl.plan.resume import Start, find_start
-from corerl.plan.settle import (
-    settle_adapters,
-    with_absolute_paths,
-    with_choices,
-    with_vocabulary,
-)
+from corerl.plan.settle import settle_adapters, with_absolute_paths, with_choices, with_vocabulary
 from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR, PlanAnswer
 

@@ -3,7 +3,7 @@ reach engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -195,34 +195,27 @@ def check_engines(
         check_transport(config, plugins.transport, colocated_ranks, cluster)
     with problems.stage():
         check_spec(plugins.engine, config.engines[plugins.engine.name], engines, config=config)
-    with problems.stage():
-        require_form(config, plugins.engine)
-    with problems.stage():
-        require_sight(config, plugins.engine)
+    problems.add(*against_engine(config, plugins.engine))
 
 
-def require_form(config: Config, engine: Loaded) -> None:
-    """Raise ConfigError if weights would be sent in a form that the engine does not take."""
+def against_engine(config: Config, engine: Loaded) -> Iterator[str]:
+    """A line for each form of weights, and of rows, that the engine does not take."""
     wanted, taken = config.weights.quantize, engine.spec.quantized
     if wanted not in taken:
-        raise ConfigError(f"weights.quantize: {wanted!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
+        yield f"weights.quantize: {wanted!r}, but the engine {engine.name!r} takes {' or '.join(taken)}"
     if separate_adapters(config) and not engine.spec.adapters:
-        raise ConfigError(
+        yield (
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "
             "it to 'merged'"
         )
-    if separate_adapters(config) and config.lora is not None and config.lora.of_experts:
-        raise ConfigError(
+    elif separate_adapters(config) and config.lora is not None and config.lora.of_experts:
+        yield (
             f"weights.lora: 'adapter', but [lora] has the target {EXPERTS!r}, whose adapters no engine holds apart; "
             "set it to 'merged'"
         )
-
-
-def require_sight(config: Config, engine: Loaded) -> None:
-    """Raise ConfigError if rows have pictures, and the engine would not show them to the model."""
     if config.model.pictures and not engine.spec.pictures:
         can = [each.name for each in usable(Kind.ENGINES) if each.spec.pictures]
-        raise ConfigError(
+        yield (
             f"model.pictures: {config.model.pictures!r}, but the engine {engine.name!r} shows the model no pictures; "
             f"set rollout.engine to one that does ({', '.join(can) or 'none is installed'}), or remove this"
         )

@@ -17,16 +17,7 @@ from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import install_hint, nearest, one_line
 from corerl.plan.check import Problems
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import (
-    EXTRAS,
-    Kind,
-    Loaded,
-    installed_names,
-    load,
-    locate,
-    options_of,
-    usable,
-)
+from corerl.plugin.registry import EXTRAS, Kind, Loaded, installed_names, load, locate, options_of, usable
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
 
