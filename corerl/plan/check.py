@@ -159,6 +159,8 @@ def _batch(config: Config) -> Iterator[str]:
             f"rollout.prompts: {prompts} x rollout.samples={samples} makes {prompts * samples:,} samples per step, "
             f"wanted at most {MOST_SAMPLES:,}, which are held in memory together; lower one of the two"
         )
+    if config.run.mode != "train":
+        return  # nothing is trained, or batches that have the size of the run that saved them
     parts = {role: config.train_of(role).mini_batches for role in config.chosen_roles}
     for role, mini_batches in parts.items():
         if prompts % mini_batches:

@@ -134,9 +134,9 @@ def _plan_run(given: Config, chosen: Mapping[str, Setting], *, starting: bool) -
         context_length=context,
         algorithm=algorithm,
     )
-    problems.add(
-        *uneven(final, {role: own.data_parallel for role, own in processes.roles.items() if models[role].trained})
-    )
+    if final.run.mode == "train":  # others train on nothing, or on batches of the size that the saving run chose
+        trained = {role: own for role, own in processes.roles.items() if models[role].trained}
+        problems.add(*uneven(final, {role: own.data_parallel for role, own in trained.items()}))
     problems.raise_all()
     rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.

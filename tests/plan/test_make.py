@@ -8,7 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.config.load import recorded
+from corerl.config.load import config_of, recorded
 from corerl.config.schema import ModelConfig
 from corerl.config.toml_text import to_plain
 from corerl.errors import CheckpointError, ConfigError, UserError
@@ -16,7 +16,9 @@ from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
 from corerl.plan.resume import require_same_source
+from corerl.rollout.recorded import write_rollout
 from tests.driver.saved import DATA, config_in, make_config, make_model, save
+from tests.rollout.scored import scored
 
 Install = Callable[..., Path]
 
@@ -111,16 +113,15 @@ def test_weights_trained_on_saved_batches_can_be_sampled(tmp_path: Path, mode: A
         make_plan(resumed)
 
 
-def test_only_batches_that_are_trained_on_must_divide_over_ranks(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "rollout": {"engine": "fake", "prompts": 8, "samples": 4},
-        "roles": {"actor": {"ranks": 3}},
-    }
-    config = config_in(tmp_path / "run", backend={"name": "fsdp"}, **sizes)
-    with pytest.raises(ConfigError, match=r"^rollout.prompts: 8 x .* do not divide evenly over roles.actor.ranks=3"):
-        make_plan(config)
-    plan = make_plan(evolve(config, run=evolve(config.run, mode="eval")))
-    assert len(plan.processes.roles["actor"].assignments) == 3
+@pytest.mark.parametrize(("setting", "value"), [("roles.actor.ranks", 3), ("train.mini_batches", 3)])
+def test_only_batches_that_a_run_samples_to_train_must_divide(tmp_path: Path, setting: str, value: int) -> None:
+    write_rollout(tmp_path, scored())
+    given = [f"run.dir={tmp_path}/run", "run.steps=1", "backend.name=fsdp", f"{setting}={value}"]
+    with pytest.raises(ConfigError, match=rf"^rollout.prompts: 8 .*{setting}={value}"):
+        make_plan(config_of(DATA, given))
+    saved = ["run.mode=train-only", f"rollout.saved={tmp_path}"]
+    for mode in (["run.mode=eval"], ["run.mode=rollout-only"], saved):
+        assert make_plan(config_of(DATA, [*given, *mode])).run.mode in mode[0]
 
 
 @pytest.mark.parametrize(("mode", "kl_coef"), [("train", 0.0), ("eval", 0.1), ("rollout-only", 0.1), ("train", 0.1)])
