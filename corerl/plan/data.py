@@ -60,7 +60,8 @@ def plan_rollout(
 ) -> RolloutPlan:
     """What a run samples from, and how; prompts are loaded and not checked yet (see `with_prompt_check`). `context` is
     the most tokens of a sample (0: unlimited). Raises all problems together."""
-    data, rollout, sampler = config.data, config.rollout, plugins.sampler
+    samples, rollout, sampler = config.run.has_engines, config.rollout, plugins.sampler
+    data = config.data if samples else DataConfig()  # what is not sampled is not read, and need not be here
     postprocess: Callable[[ScoredRollout], Any] | None = None
     problems = Problems()
     with problems.stage("model.pictures"):
@@ -77,7 +78,7 @@ def plan_rollout(
     if sampler.spec.prompts is not None:
         problems.raise_all()  # of options that cannot be used there are no prompts
     with problems.stage("data.source"):
-        given = None if names_prompts(data) else _rows_of(sampler, config)
+        given = _rows_of(sampler, config) if samples and not names_prompts(data) else None
         prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given, pictures=pictures)
         require_encodable(prompts, tokenizer, data.chat_template_options)
     with problems.stage("reward.name"):
@@ -89,7 +90,7 @@ def plan_rollout(
     if rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
-    if config.run.has_engines and context and context <= rollout.max_tokens:
+    if samples and context and context <= rollout.max_tokens:
         problems.add(
             f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {_context_is(config, context)}; "
             "lower it"

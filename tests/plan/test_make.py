@@ -113,6 +113,12 @@ def test_weights_trained_on_saved_batches_can_be_sampled(tmp_path: Path, mode: A
         make_plan(resumed)
 
 
+def test_a_run_from_saved_batches_needs_no_data(tmp_path: Path) -> None:
+    write_rollout(tmp_path, scored())
+    given = [f"run.dir={tmp_path}/run", "run.steps=1", f"rollout.saved={tmp_path}", "data.source=/gone.jsonl"]
+    assert make_plan(config_of(DATA, [*given, "run.mode=train-only"])).record["data"]["source"] == "/gone.jsonl"
+
+
 @pytest.mark.parametrize(("setting", "value"), [("roles.actor.ranks", 3), ("train.mini_batches", 3)])
 def test_only_batches_that_a_run_samples_to_train_must_divide(tmp_path: Path, setting: str, value: int) -> None:
     write_rollout(tmp_path, scored())
