@@ -49,7 +49,7 @@ class RolloutPlan:
     params: SamplingParams
     max_replacements: int  # of a whole step, to replace groups of equal rewards; 0: these are kept
     spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
-    make_sampler: MakeSampler
+    make_sampler: MakeSampler | None  # None if the run samples none
     postprocess: Callable[[ScoredRollout], Any] | None
     vocab_size: int  # of the actor's model
     pictures: PictureReader | None  # None if rows have none
@@ -63,6 +63,7 @@ def plan_rollout(
     samples, rollout, sampler = config.run.has_engines, config.rollout, plugins.sampler
     data = config.data if samples else DataConfig()  # what is not sampled is not read, and need not be here
     postprocess: Callable[[ScoredRollout], Any] | None = None
+    make_sampler: MakeSampler | None = None
     problems = Problems()
     with problems.stage("model.pictures"):
         used, pictures = plugins.pictures, None
@@ -73,8 +74,9 @@ def plan_rollout(
     with problems.stage():
         params = sampling_params(rollout, tokenizer, ends_of(tokenizer, config.model, pictures))
         params = evolve(params, routed_experts=config.algorithm.routing_replay == "engine")
-    with problems.stage():
-        make_sampler = plan_sampler(config, sampler, plugins.engine.spec)
+    if plugins.engine is not None:
+        with problems.stage():
+            make_sampler = plan_sampler(config, sampler, plugins.engine.spec)
     if sampler.spec.prompts is not None:
         problems.raise_all()  # of options that cannot be used there are no prompts
     with problems.stage("data.source"):

@@ -76,8 +76,8 @@ def plan_processes(
     cluster = cluster_of(first, config, plugins, device=device, model=models[first])
     groups = {role: config.chosen_roles[role].ranks for role in models}
     own, widths, colocated_ranks = list(config.own_devices), dict[str, int](), tuple[int, ...]()
-    if config.run.has_engines:
-        engine, engines = plugins.engine, evolve(cluster, ranks=config.rollout.replicas, weights=config.weights)
+    if (engine := plugins.engine) is not None:
+        engines = evolve(cluster, ranks=config.rollout.replicas, weights=config.weights)
         groups[ENGINES] = config.rollout.replicas
         widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         if config.cluster.placement == "disaggregated":
@@ -104,7 +104,7 @@ def plan_processes(
             )
     problems.raise_all()
     engine_plan: EnginePlan | None = None
-    if config.run.has_engines:
+    if engine is not None:
         engine_plan = plan_engines(config, plugins, engines, common, context_length=context_length, run_dir=run_dir)
     return ProcessPlan(
         device=device,
@@ -146,7 +146,7 @@ def plan_engines(
 ) -> EnginePlan:
     """Plan the replicas. Raises ConfigError if the engine wants an environment that it cannot have."""
     engine, transport = plugins.engine, plugins.transport
-    assert transport is not None  # chosen
+    assert engine is not None and transport is not None  # chosen
     options = config.engines[engine.name]
     used = [(Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)]
     if plugins.pictures is not None:
@@ -190,12 +190,13 @@ def check_engines(
     problems: Problems,
 ) -> None:
     """What the engine, and the transport of its updates, cannot do."""
-    assert plugins.transport is not None  # chosen
+    engine, transport = plugins.engine, plugins.transport
+    assert engine is not None and transport is not None  # chosen
     with problems.stage():
-        check_transport(config, plugins.transport, colocated_ranks, cluster)
+        check_transport(config, transport, colocated_ranks, cluster)
     with problems.stage():
-        check_spec(plugins.engine, config.engines[plugins.engine.name], engines, config=config)
-    problems.add(*against_engine(config, plugins.engine))
+        check_spec(engine, config.engines[engine.name], engines, config=config)
+    problems.add(*against_engine(config, engine))
 
 
 def against_engine(config: Config, engine: Loaded) -> Iterator[str]:
