@@ -15,7 +15,6 @@ from corerl.errors import CheckpointError, ConfigError, UserError
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
-from corerl.plan.resume import require_same_source
 from corerl.rollout.recorded import write_rollout
 from tests.driver.saved import DATA, config_in, make_config, make_model, save
 from tests.rollout.scored import scored
@@ -89,27 +88,31 @@ def test_a_model_beside_python_files_is_refused_before_plugins(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("source", "mode", "line"),
+    ("sampled", "mode", "first_step"),
     [
-        ({"prompts": {}}, "train-only", "sampled its batches, but run.mode='train-only' does not"),
-        ({"files": 3}, "train", "read saved batches, but run.mode='train' does not"),
+        *((True, "train", 2), (True, "train-only", None), (False, "train", None), (False, "train-only", 2)),
+        *((False, "rollout-only", 0), (False, "eval", 2)),  # these take the weights alone
     ],
 )
-def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any], mode: str, line: str) -> None:
-    config = make_config(run={"mode": mode})
-    with pytest.raises(CheckpointError, match=rf"^step-2 is of a run that {line}; resume with the run.mode"):
-        require_same_source({"source": source}, config, "step-2")
-    require_same_source({"source": source}, make_config(run={"mode": "train" if mode != "train" else "train-only"}), "")
-
-
-@pytest.mark.parametrize(("mode", "first_step"), [("rollout-only", 0), ("eval", 2)])
-def test_weights_trained_on_saved_batches_can_be_sampled(tmp_path: Path, mode: Any, first_step: int) -> None:
-    config = make_config()
-    state = {"rollout_step": 2, "source": {"files": 2}, "config": to_plain(recorded(config))}
-    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=2, state=state)
-    resumed = config_in(tmp_path / "other", str(checkpoint))
-    assert make_plan(evolve(resumed, run=evolve(resumed.run, mode=mode))).first_step == first_step
-    with pytest.raises(CheckpointError, match="^checkpoint.resume: .* read saved batches, but run.mode='train' does"):
+def test_a_run_that_trains_goes_on_from_its_own_kind(
+    tmp_path: Path, sampled: bool, mode: Any, first_step: int | None
+) -> None:
+    write_rollout(tmp_path, scored())
+    config, state = (
+        make_config(),
+        {"rollout_step": 2, "source": {"files": 2}, "config": to_plain(recorded(make_config()))},
+    )
+    model = make_model(config, seed=1)
+    checkpoint = save(tmp_path / "run", config, model, step=2, state=None if sampled else state)
+    given = [f"run.dir={tmp_path}/new", f"checkpoint.resume={checkpoint}", f"run.mode={mode}"]
+    saved = [f"rollout.saved={tmp_path}", "run.steps=1"] if mode == "train-only" else []
+    resumed = config_of(DATA, [*given, *saved])
+    if first_step is not None:
+        assert make_plan(resumed, starting=False).first_step == first_step
+        return
+    said = "sampled its batches" if sampled else "read saved batches"
+    line = f"{checkpoint} is of a run that {said}, but run.mode={mode!r} does not; resume with the run.mode"
+    with pytest.raises(CheckpointError, match=f"^checkpoint.resume: {line}"):
         make_plan(resumed)
 
 
