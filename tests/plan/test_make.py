@@ -98,12 +98,9 @@ def test_a_run_that_trains_goes_on_from_its_own_kind(
     tmp_path: Path, sampled: bool, mode: Any, first_step: int | None
 ) -> None:
     write_rollout(tmp_path, scored())
-    config, state = (
-        make_config(),
-        {"rollout_step": 2, "source": {"files": 2}, "config": to_plain(recorded(make_config()))},
-    )
-    model = make_model(config, seed=1)
-    checkpoint = save(tmp_path / "run", config, model, step=2, state=None if sampled else state)
+    config = make_config()
+    state = None if sampled else {"rollout_step": 2, "source": {"files": 2}, "config": to_plain(recorded(config))}
+    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=2, state=state)
     given = [f"run.dir={tmp_path}/new", f"checkpoint.resume={checkpoint}", f"run.mode={mode}"]
     saved = [f"rollout.saved={tmp_path}", "run.steps=1"] if mode == "train-only" else []
     resumed = config_of(DATA, [*given, *saved])
