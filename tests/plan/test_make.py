@@ -137,7 +137,8 @@ def test_a_resume_reads_the_models_files_for_a_reference_alone(tmp_path: Path, m
     (tmp_path / "model/model.safetensors").unlink()
     checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=2)
     model = {"path": str(tmp_path / "model"), "tokenizer": DATA["model"]["tokenizer"]}
-    resumed = config_in(tmp_path / "other", str(checkpoint), model=model, algorithm={"kl_coef": kl_coef})
+    algorithm = {"kl_coef": kl_coef, "reference": "" if mode == "train" else "/gone"}
+    resumed = config_in(tmp_path / "other", str(checkpoint), model=model, algorithm=algorithm)
     resumed = evolve(resumed, run=evolve(resumed.run, mode=mode))
     if mode == "train" and kl_coef:
         with pytest.raises(UserError, match=r"^model.path: \S+ has no weights"):
