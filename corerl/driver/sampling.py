@@ -107,7 +107,7 @@ class Sampling:
     def sampler_of(self, rewarding: RewardConfig) -> Sampler:
         """The sampler whose texts have special tokens as this reward reads them."""
         kept, rollout, engine = rewarding.special_tokens, self.plan.rollout, self.plan.processes.engine
-        assert self.fleet is not None
+        assert self.fleet is not None and rollout.make_sampler is not None
         if kept not in self._samplers:
             self._samplers[kept] = rollout.make_sampler(
                 SamplerContext(

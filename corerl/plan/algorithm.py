@@ -7,15 +7,7 @@ from typing import Any
 
 from attrs import evolve, fields, frozen
 
-from corerl.algorithms.base import (
-    REFERENCE,
-    Advantages,
-    Algorithm,
-    Estimate,
-    ForwardPass,
-    Objective,
-    Postprocess,
-)
+from corerl.algorithms.base import REFERENCE, Advantages, Algorithm, Estimate, ForwardPass, Objective, Postprocess
 from corerl.algorithms.registry import policy_loss, users_estimate, users_postprocess
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, SideRoleChoice, TrainConfig
 from corerl.errors import ContractError, PluginBroken

@@ -7,10 +7,10 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
@@ -159,35 +159,42 @@ def _batch(config: Config) -> Iterator[str]:
             f"rollout.prompts: {prompts} x rollout.samples={samples} makes {prompts * samples:,} samples per step, "
             f"wanted at most {MOST_SAMPLES:,}, which are held in memory together; lower one of the two"
         )
-    for role in config.chosen_roles:
-        mini_batches = config.train_of(role).mini_batches
+    if config.run.mode != "train":
+        return  # nothing is trained, or batches that have the size of the run that saved them
+    parts = {role: config.train_of(role).mini_batches for role in config.chosen_roles}
+    for role, mini_batches in parts.items():
         if prompts % mini_batches:
             yield (
                 f"rollout.prompts: {prompts} does not split evenly into {config.train_table_of(role)}.mini_batches="
-                f"{mini_batches} optimizer steps; {_use_multiple(prompts, mini_batches)}"
+                f"{mini_batches} optimizer steps; {_use_multiple(prompts, parts.values())}"
             )
 
 
-def require_even(role: str, config: Config, *, data_parallel: int) -> None:
-    """Raise ConfigError if the samples of one optimizer step of `role` do not divide over `data_parallel` groups."""
-    train, ranks = config.train_of(role), config.chosen_roles[role].ranks
+def uneven(config: Config, groups: Mapping[str, int]) -> Iterator[str]:
+    """A line for each trained role, given with its number of data-parallel groups, over which the samples of one
+    optimizer step do not divide."""
     prompts, samples = config.rollout.prompts, config.rollout.samples
-    step = prompts * samples // train.mini_batches
-    if step % data_parallel == 0:
-        return
-    unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
-    over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"
-    if data_parallel != ranks:
-        over = f"the {data_parallel} data-parallel groups of {over}"
-        other = f"ranks and parallelism such that the number of groups divides {step}"
-    raise ConfigError(
-        f"rollout.prompts: {prompts} x rollout.samples={samples} / "
-        f"{config.train_table_of(role)}.mini_batches={train.mini_batches} makes {step} samples per optimizer step, "
-        f"which do not divide evenly over {over}; {_use_multiple(prompts, unit)}, or {other}"
-    )
+    parts = {role: config.train_of(role).mini_batches for role in groups}
+    # In prompts, as groups of samples stay whole.
+    units = [parts[role] * count // math.gcd(count, samples) for role, count in groups.items()]
+    for role, count in groups.items():
+        step, ranks = prompts * samples // parts[role], config.chosen_roles[role].ranks
+        if step % count == 0:
+            continue
+        over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"
+        if count != ranks:
+            over = f"the {count} data-parallel groups of {over}"
+            other = f"ranks and parallelism such that the number of groups divides {step}"
+        yield (
+            f"rollout.prompts: {prompts} x rollout.samples={samples} / "
+            f"{config.train_table_of(role)}.mini_batches={parts[role]} makes {step} samples per optimizer step, which "
+            f"do not divide evenly over {over}; {_use_multiple(prompts, units)}, or {other}"
+        )
 
 
-def _use_multiple(value: int, unit: int) -> str:
+def _use_multiple(value: int, units: Iterable[int]) -> str:
+    """The advice for a `value` that is to suit all `units`."""
+    unit = math.lcm(*units)
     return f"use a multiple of {unit}, such as {-(-value // unit) * unit}"
 
 
@@ -245,7 +252,14 @@ def require_no_code_of_a_model(config: Config) -> None:
 # ---- all problems together -------------------------------------------------------------------------------------------
 
 
-TABLE = re.compile(rf"(?:{'|'.join(attrs.fields_dict(Config))})[.\[=:]")  # a line that begins with its path
+def _path_of(table: str, kind: Any) -> str:
+    """A pattern of the paths that begin with a table of the config; a file may be named alike, such as data.jsonl."""
+    keys = [key for arm in (kind, *get_args(kind)) if attrs.has(arm) for key in class_fields(arm)]
+    within = rf"(?:{'|'.join(keys)})\b" if keys else ""  # tables of plugins have the plugins' names
+    return rf"{table}(?:[\[=:]|\.{within})"
+
+
+PATH = re.compile("|".join(_path_of(name, field.type) for name, field in class_fields(Config).items()))
 
 
 class Problems:
@@ -278,7 +292,7 @@ class Problems:
 
 def _at(path: str, error: UserError) -> UserError:
     """The same error, with `path` before each line that has none."""
-    lines = [line if TABLE.match(line) else f"{path}: {line}" for line in error.message.splitlines()]
+    lines = [line if PATH.match(line) else f"{path}: {line}" for line in error.message.splitlines()]
     placed = type(error)("\n".join(lines))
     placed.__cause__ = error
     return placed

@@ -10,15 +10,7 @@ from attrs import evolve, fields, frozen
 from transformers import PreTrainedTokenizerBase
 
 from corerl.config.functions import imported
-from corerl.config.schema import (
-    Config,
-    DataConfig,
-    EvalSampling,
-    EvalSource,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource, ModelConfig, RewardConfig, RolloutConfig
 from corerl.data.files import GivenRows, Rows
 from corerl.data.prompts import HeldOut, PromptSource
 from corerl.data.rows import load_prompts
@@ -57,7 +49,7 @@ class RolloutPlan:
     params: SamplingParams
     max_replacements: int  # of a whole step, to replace groups of equal rewards; 0: these are kept
     spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
-    make_sampler: MakeSampler
+    make_sampler: MakeSampler | None  # None if the run samples none
     postprocess: Callable[[ScoredRollout], Any] | None
     vocab_size: int  # of the actor's model
     pictures: PictureReader | None  # None if rows have none
@@ -68,8 +60,10 @@ def plan_rollout(
 ) -> RolloutPlan:
     """What a run samples from, and how; prompts are loaded and not checked yet (see `with_prompt_check`). `context` is
     the most tokens of a sample (0: unlimited). Raises all problems together."""
-    data, rollout, sampler = config.data, config.rollout, plugins.sampler
+    samples, rollout, sampler = config.run.has_engines, config.rollout, plugins.sampler
+    data = config.data if samples else DataConfig()  # what is not sampled is not read, and need not be here
     postprocess: Callable[[ScoredRollout], Any] | None = None
+    make_sampler: MakeSampler | None = None
     problems = Problems()
     with problems.stage("model.pictures"):
         used, pictures = plugins.pictures, None
@@ -80,12 +74,13 @@ def plan_rollout(
     with problems.stage():
         params = sampling_params(rollout, tokenizer, ends_of(tokenizer, config.model, pictures))
         params = evolve(params, routed_experts=config.algorithm.routing_replay == "engine")
-    with problems.stage():
-        make_sampler = plan_sampler(config, sampler, plugins.engine.spec)
+    if plugins.engine is not None:
+        with problems.stage():
+            make_sampler = plan_sampler(config, sampler, plugins.engine.spec)
     if sampler.spec.prompts is not None:
         problems.raise_all()  # of options that cannot be used there are no prompts
     with problems.stage("data.source"):
-        given = None if names_prompts(data) else _rows_of(sampler, config)
+        given = _rows_of(sampler, config) if samples and not names_prompts(data) else None
         prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given, pictures=pictures)
         require_encodable(prompts, tokenizer, data.chat_template_options)
     with problems.stage("reward.name"):
@@ -97,7 +92,7 @@ def plan_rollout(
     if rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
-    if config.run.has_engines and context and context <= rollout.max_tokens:
+    if samples and context and context <= rollout.max_tokens:
         problems.add(
             f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {_context_is(config, context)}; "
             "lower it"

@@ -52,7 +52,7 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
         device=device,
         models=models,
         run_dir="" if engines_in is None else str(engines_in),
-        resume={role: resume},
+        resume={role: str(checkpoint or "")},
         context_length=context,
     )
     plan = evolve(processes.roles[role], objective=plan_algorithm(config, plugins).objectives.get(role))

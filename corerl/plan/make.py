@@ -12,19 +12,9 @@ from corerl.config.load import as_config, recorded
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
-from corerl.plan.algorithm import (
-    against_algorithm,
-    check_algorithm,
-    plan_algorithm,
-)
-from corerl.plan.check import Problems, contradictions, require_even, require_no_code_of_a_model
-from corerl.plan.data import (
-    RolloutPlan,
-    load_eval_sets,
-    names_prompts,
-    plan_rollout,
-    with_prompt_check,
-)
+from corerl.plan.algorithm import against_algorithm, check_algorithm, plan_algorithm
+from corerl.plan.check import Problems, contradictions, require_no_code_of_a_model, uneven
+from corerl.plan.data import RolloutPlan, load_eval_sets, names_prompts, plan_rollout, with_prompt_check
 from corerl.plan.models import (
     AS_ACTOR,
     RoleModel,
@@ -52,12 +42,7 @@ from corerl.plan.resolve import (
     with_extensions,
 )
 from corerl.plan.resume import Start, find_start
-from corerl.plan.settle import (
-    settle_adapters,
-    with_absolute_paths,
-    with_choices,
-    with_vocabulary,
-)
+from corerl.plan.settle import settle_adapters, with_absolute_paths, with_choices, with_vocabulary
 from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR, PlanAnswer
 
@@ -149,7 +134,10 @@ def _plan_run(given: Config, chosen: Mapping[str, Setting], *, starting: bool) -
         context_length=context,
         algorithm=algorithm,
     )
-    _require_even_batches(final, plugins, processes)
+    if final.run.mode == "train":  # others train on nothing, or on batches of the size that the saving run chose
+        trained = {role: own for role, own in processes.roles.items() if models[role].trained}
+        problems.add(*uneven(final, {role: own.data_parallel for role, own in trained.items()}))
+    problems.raise_all()
     rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
     record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[: len(extended.chosen_extensions)])))
@@ -186,15 +174,6 @@ def _plan_run(given: Config, chosen: Mapping[str, Setting], *, starting: bool) -
     )
 
 
-def _require_even_batches(config: Config, plugins: Plugins, processes: ProcessPlan) -> None:
-    problems = Problems()
-    for role, ranks in processes.roles.items():
-        if not plugins.is_frozen(role):
-            with problems.stage(f"roles.{role}"):
-                require_even(role, config, data_parallel=ranks.data_parallel)
-    problems.raise_all()
-
-
 def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
     """The plugins of a config, and the config with what it leaves to them filled in, and with their options as they
     read them. Raises all problems together: of options, and what is `against` the settings."""
@@ -213,12 +192,12 @@ def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tu
 def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, problems: Problems) -> None:
     """Check the files that a run starts from."""
     algorithm = config.algorithm
-    # A resume still reads the KL reference from the model's files, if that is a snapshot.
-    refers = bool(algorithm.kl_coef) and config.roles.reference is None
+    # A resume still reads the actor's KL reference from the model's files, if that is a snapshot.
+    refers = config.run.trains and bool(algorithm.kl_coef) and config.roles.reference is None
     refers = refers and not algorithm.reference and not algorithm.reference_every
     for role, model in models.items():
-        part = start.resume / role if start.resume else None
-        check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
+        part, reads = start.resume / role if start.resume else None, refers and role == ACTOR
+        check_files(model, part, setting="checkpoint.resume", refers=reads, problems=problems)
     if algorithm.reference and config.run.trains:
         with problems.stage("algorithm.reference"):
             actor = models[ACTOR]

@@ -123,11 +123,14 @@ def build_models(config: Config, plugins: Plugins, configs: Mapping[str, PreTrai
                     built=built,
                     layout=choose_layout(built, train.layout, pictures=bool(settings.pictures)),
                 )
-    longest = config.rollout.context_length
+    longest = longest_sample(config, next(iter(configs.values())))  # the actor's, unless a role is alone
     for role, model in found.items():
         if (positions := position_limit(model.built, wanted=longest)) is not None:
             whose = "" if role == ACTOR else f"{role}'s "
-            problems.add(f"rollout.context_length: {longest}, but the {whose}model has {positions} positions; lower it")
+            given = config.rollout.context_length or f"0, which is the {longest} of the actor's model"
+            problems.add(
+                f"rollout.context_length: {given}, but the {whose}model has {positions} positions; set it to that"
+            )
         problems.add(*against_sharing(model))
         problems.add(*against_aux_loss(model, streamed=config.rollout.source == "streamed" and role == ACTOR))
         check_adapters(model, problems)

@@ -3,7 +3,7 @@ reach engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -76,8 +76,8 @@ def plan_processes(
     cluster = cluster_of(first, config, plugins, device=device, model=models[first])
     groups = {role: config.chosen_roles[role].ranks for role in models}
     own, widths, colocated_ranks = list(config.own_devices), dict[str, int](), tuple[int, ...]()
-    if config.run.has_engines:
-        engine, engines = plugins.engine, evolve(cluster, ranks=config.rollout.replicas, weights=config.weights)
+    if (engine := plugins.engine) is not None:
+        engines = evolve(cluster, ranks=config.rollout.replicas, weights=config.weights)
         groups[ENGINES] = config.rollout.replicas
         widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         if config.cluster.placement == "disaggregated":
@@ -104,7 +104,7 @@ def plan_processes(
             )
     problems.raise_all()
     engine_plan: EnginePlan | None = None
-    if config.run.has_engines:
+    if engine is not None:
         engine_plan = plan_engines(config, plugins, engines, common, context_length=context_length, run_dir=run_dir)
     return ProcessPlan(
         device=device,
@@ -146,7 +146,7 @@ def plan_engines(
 ) -> EnginePlan:
     """Plan the replicas. Raises ConfigError if the engine wants an environment that it cannot have."""
     engine, transport = plugins.engine, plugins.transport
-    assert transport is not None  # chosen
+    assert engine is not None and transport is not None  # chosen
     options = config.engines[engine.name]
     used = [(Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)]
     if plugins.pictures is not None:
@@ -190,39 +190,33 @@ def check_engines(
     problems: Problems,
 ) -> None:
     """What the engine, and the transport of its updates, cannot do."""
-    assert plugins.transport is not None  # chosen
+    engine, transport = plugins.engine, plugins.transport
+    assert engine is not None and transport is not None  # chosen
     with problems.stage():
-        check_transport(config, plugins.transport, colocated_ranks, cluster)
+        check_transport(config, transport, colocated_ranks, cluster)
     with problems.stage():
-        check_spec(plugins.engine, config.engines[plugins.engine.name], engines, config=config)
-    with problems.stage():
-        require_form(config, plugins.engine)
-    with problems.stage():
-        require_sight(config, plugins.engine)
+        check_spec(engine, config.engines[engine.name], engines, config=config)
+    problems.add(*against_engine(config, engine))
 
 
-def require_form(config: Config, engine: Loaded) -> None:
-    """Raise ConfigError if weights would be sent in a form that the engine does not take."""
+def against_engine(config: Config, engine: Loaded) -> Iterator[str]:
+    """A line for each form of weights, and of rows, that the engine does not take."""
     wanted, taken = config.weights.quantize, engine.spec.quantized
     if wanted not in taken:
-        raise ConfigError(f"weights.quantize: {wanted!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
+        yield f"weights.quantize: {wanted!r}, but the engine {engine.name!r} takes {' or '.join(taken)}"
     if separate_adapters(config) and not engine.spec.adapters:
-        raise ConfigError(
+        yield (
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "
             "it to 'merged'"
         )
-    if separate_adapters(config) and config.lora is not None and config.lora.of_experts:
-        raise ConfigError(
+    elif separate_adapters(config) and config.lora is not None and config.lora.of_experts:
+        yield (
             f"weights.lora: 'adapter', but [lora] has the target {EXPERTS!r}, whose adapters no engine holds apart; "
             "set it to 'merged'"
         )
-
-
-def require_sight(config: Config, engine: Loaded) -> None:
-    """Raise ConfigError if rows have pictures, and the engine would not show them to the model."""
     if config.model.pictures and not engine.spec.pictures:
         can = [each.name for each in usable(Kind.ENGINES) if each.spec.pictures]
-        raise ConfigError(
+        yield (
             f"model.pictures: {config.model.pictures!r}, but the engine {engine.name!r} shows the model no pictures; "
             f"set rollout.engine to one that does ({', '.join(can) or 'none is installed'}), or remove this"
         )

@@ -17,16 +17,7 @@ from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import install_hint, nearest, one_line
 from corerl.plan.check import Problems
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import (
-    EXTRAS,
-    Kind,
-    Loaded,
-    installed_names,
-    load,
-    locate,
-    options_of,
-    usable,
-)
+from corerl.plugin.registry import EXTRAS, Kind, Loaded, installed_names, load, locate, options_of, usable
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
 
@@ -42,7 +33,7 @@ class Selection:
     kind: Kind
     path: str  # the setting that names it
     name: str  # the setting's value
-    used: bool  # its code runs; False for an engine in a run that samples nothing
+    used: bool  # its code runs; False for a sampler in a run that samples nothing
 
 
 def selected(config: Config) -> list[Selection]:
@@ -59,7 +50,8 @@ def selected(config: Config) -> list[Selection]:
     add(Kind.BACKENDS, "backend.name", config.backend.name, used=len(backends) < len(roles))
     for path, name in backends.items():
         add(Kind.BACKENDS, path, name)
-    add(Kind.ENGINES, "rollout.engine", config.rollout.engine, used=config.run.has_engines)
+    if config.run.has_engines:  # ranks alone need none to be installed
+        add(Kind.ENGINES, "rollout.engine", config.rollout.engine)
     add(Kind.SAMPLERS, "rollout.sampler", config.rollout.sampler, used=config.run.has_engines)
     if config.run.mode != "eval":  # from which nothing learns
         add(Kind.ALGORITHMS, "algorithm.name", config.algorithm.name, used=config.run.trains)
@@ -100,7 +92,7 @@ class Plugins:
 
     algorithm: Loaded | None  # None in a run that only scores
     backends: Mapping[str, Loaded]  # by role
-    engine: Loaded
+    engine: Loaded | None  # None in a run that samples nothing
     sampler: Loaded
     transport: Loaded | None  # None for 'auto'
     extensions: tuple[Loaded, ...]  # as the config lists them
@@ -133,7 +125,7 @@ def plugins_of(config: Config) -> Plugins:
     return Plugins(
         algorithm=algorithm,
         backends={role: found[Kind.BACKENDS, backend_name(config, role)] for role in config.chosen_roles},
-        engine=found[Kind.ENGINES, config.rollout.engine],
+        engine=found.get((Kind.ENGINES, config.rollout.engine)),
         sampler=found[Kind.SAMPLERS, config.rollout.sampler],
         transport=found.get((Kind.TRANSPORTS, config.weights.transport)),
         extensions=tuple(found[Kind.EXTENSIONS, each.name] for each in config.chosen_extensions),

@@ -56,7 +56,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool) -> Star
     with problems.stage("checkpoint.resume"):
         resume, faults = checkpoint_to_resume(config, run_dir, starting=starting)
         state = read_state(resume) if resume else {}
-        if state and config.run.mode != "eval":
+        if state and config.run.trains:  # others take its weights alone
             require_same_source(state, config, str(resume))
         if "data" in state and config.run.has_engines:
             data = check_data(config, prompts, state)
@@ -112,7 +112,8 @@ def _divider() -> Callable[..., tuple[list[str], str]] | None:
 
 
 def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:
-    """Raise CheckpointError if a run that samples would resume one that read saved batches, or the other way round."""
+    """Raise CheckpointError if a run that trains on new samples would resume one that read saved batches, or the other
+    way round."""
     sampled = "prompts" in state["source"]
     if sampled != config.run.has_engines:
         raise CheckpointError(

@@ -16,7 +16,7 @@ from corerl.errors import ConfigError
 from corerl.models.lora import saved_settings
 from corerl.models.tokenizer import CHARACTERS, known_tokens
 from corerl.plan.check import Problems
-from corerl.plan.resolve import Plugins
+from corerl.plan.resolve import Plugins, backend_name
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
 
@@ -144,7 +144,7 @@ def with_sizes(
     """The config with another number of ranks of the role, another backend or other options; what is left out stays,
     but for the options of another backend."""
     choice = config.chosen_roles[role]
-    if options is None and not backend:
+    if options is None and backend in ("", backend_name(config, role)):
         options = choice.options
     changed = {"ranks": ranks or choice.ranks, "backend": backend or choice.backend, "options": options}
     return _with_roles(config, {role: changed})

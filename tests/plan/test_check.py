@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from corerl.config.load import config_of
-from corerl.errors import ConfigError
-from corerl.plan.check import contradictions, require_even
+from corerl.plan.check import contradictions, uneven
 from tests.driver.saved import DATA
 
 
@@ -45,17 +44,24 @@ def test_samples_that_do_not_divide_are_answered_with_a_multiple(
     def of(count: int) -> str:
         sizes = {"rollout.prompts": count, "rollout.samples": samples, "roles.actor.ranks": ranks}
         given = [f"{name}={value}" for name, value in {**sizes, "train.mini_batches": mini_batches}.items()]
-        try:
-            require_even("actor", config_of(DATA, given), data_parallel=groups)
-        except ConfigError as error:
-            return error.message
-        return ""
+        return "".join(uneven(config_of(DATA, given), {"actor": groups}))
 
     line = of(prompts)
     assert bool(line) == bool(unit)
     if unit:
         assert f"use a multiple of {unit}, or" in line and line.endswith(words)
         assert of(int(unit.split()[-1])) == ""
+
+
+def test_a_batch_that_does_not_divide_is_answered_for_all_roles() -> None:
+    critic = ["algorithm.name=ppo", "rollout.samples=1", "roles.actor.ranks=2", "roles.critic.ranks=3"]
+    for each in uneven(config_of(DATA, [*critic, "rollout.prompts=7"]), {"actor": 2, "critic": 3}):
+        assert "use a multiple of 6, such as 12, or" in each
+    assert [*uneven(config_of(DATA, [*critic, "rollout.prompts=12"]), {"actor": 2, "critic": 3})] == []
+    parts = ["algorithm.name=ppo", "train.mini_batches=2", "roles.critic.train.mini_batches=3"]
+    assert [line.rpartition("; ")[2] for line in lines(*parts, "rollout.prompts=7")] == [
+        "use a multiple of 6, such as 12"
+    ] * 2
 
 
 def test_a_model_of_a_role_that_the_run_has_not_is_not_looked_at() -> None:

@@ -92,8 +92,16 @@ def test_a_context_longer_than_the_position_table_is_refused(tmp_path: Path) -> 
     config = config_in(tmp_path / "run", model=model, rollout={**rollout, "context_length": 48})
     assert make_plan(config).rollout.context_length == 48
     longer = config_in(tmp_path / "run", model=model, rollout={**rollout, "context_length": 49})
-    with pytest.raises(ConfigError, match=r"^rollout.context_length: 49, but the model has 48 positions; lower it$"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout.context_length: 49, but the model has 48 positions; set it to that$"
+    ):
         make_plan(longer)
+    critic = {"algorithm": {"name": "ppo"}, "roles": {"critic": {"ranks": 1, "model": {"config": fields}}}}
+    actor = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 512}}
+    with pytest.raises(
+        ConfigError, match="_length: 0, which is the 512 of the actor's model, but the critic's model has 48"
+    ):
+        make_plan(config_in(tmp_path / "run", model=actor, **critic))
     rotary = config_in(tmp_path / "run", rollout={**rollout, "context_length": 10**6})
     assert make_plan(rotary).rollout.context_length == 10**6
 

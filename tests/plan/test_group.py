@@ -12,7 +12,9 @@ from corerl.config.load import as_config
 from corerl.errors import PluginIncompatible, UserError
 from corerl.plan.group import plan_group
 from corerl.plan.plan import GroupPlan
+from corerl.plugin import registry
 from corerl.plugin.origins import require_met
+from corerl.plugin.registry import Kind
 from tests.driver.saved import DATA, TEACHER, make_config, make_model, save
 
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}}  # without tokenizer or prompts
@@ -37,6 +39,12 @@ def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) ->
         plan = planned(backend={"name": "fsdp"}, cluster=cluster)
         given = plan.role.assignments[0].config
         assert (given.device, given.train.precision, given.train.recompute) == ("cuda", "bfloat16", "none")
+
+
+def test_ranks_alone_need_no_engine_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = registry.scan
+    monkeypatch.setattr(registry, "scan", lambda kind: [] if kind is Kind.ENGINES else scan(kind))
+    assert planned(rollout={"engine": "none-here"}).processes.engine is None
 
 
 def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
@@ -71,11 +79,13 @@ def test_a_group_whose_requirements_are_not_met_does_not_begin(
     assert caught.value.message == old_tomli_w
 
 
-def test_a_group_resumes_from_its_part_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_group_resumes_from_its_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
     part = str(checkpoint / "actor")
-    assert planned(resume=part).role.assignments[0].config.resume == part
+    monkeypatch.chdir(checkpoint)
+    for given in (part, "actor"):  # ranks may have another working directory
+        assert planned(resume=given).role.assignments[0].config.resume == part
     assert lines(resume=str(checkpoint)) == [f"resume: {str(checkpoint)!r} is a whole checkpoint"]
     wider = {"config": {**DATA["model"]["config"], "intermediate_size": 96}}
     (line,) = lines(resume=part, model=wider)

@@ -8,14 +8,16 @@ import pytest
 import torch
 from attrs import evolve
 
+from corerl.config.load import config_of, recorded
 from corerl.config.schema import ModelConfig
 from corerl.config.toml_text import to_plain
 from corerl.errors import CheckpointError, ConfigError, UserError
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
-from corerl.plan.resume import require_same_source
-from tests.driver.saved import DATA, config_in, make_config, make_model
+from corerl.rollout.recorded import write_rollout
+from tests.driver.saved import DATA, config_in, make_config, make_model, save
+from tests.rollout.scored import scored
 
 Install = Callable[..., Path]
 
@@ -86,17 +88,63 @@ def test_a_model_beside_python_files_is_refused_before_plugins(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("source", "mode", "line"),
+    ("sampled", "mode", "first_step"),
     [
-        ({"prompts": {}}, "train-only", "sampled its batches, but run.mode='train-only' does not"),
-        ({"files": 3}, "train", "read saved batches, but run.mode='train' does not"),
+        *((True, "train", 2), (True, "train-only", None), (False, "train", None), (False, "train-only", 2)),
+        *((False, "rollout-only", 0), (False, "eval", 2)),  # these take the weights alone
     ],
 )
-def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any], mode: str, line: str) -> None:
-    config = make_config(run={"mode": mode})
-    with pytest.raises(CheckpointError, match=rf"^step-2 is of a run that {line}; resume with the run.mode"):
-        require_same_source({"source": source}, config, "step-2")
-    require_same_source({"source": source}, make_config(run={"mode": "train" if mode != "train" else "train-only"}), "")
+def test_a_run_that_trains_goes_on_from_its_own_kind(
+    tmp_path: Path, sampled: bool, mode: Any, first_step: int | None
+) -> None:
+    write_rollout(tmp_path, scored())
+    config = make_config()
+    state = None if sampled else {"rollout_step": 2, "source": {"files": 2}, "config": to_plain(recorded(config))}
+    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=2, state=state)
+    given = [f"run.dir={tmp_path}/new", f"checkpoint.resume={checkpoint}", f"run.mode={mode}"]
+    saved = [f"rollout.saved={tmp_path}", "run.steps=1"] if mode == "train-only" else []
+    resumed = config_of(DATA, [*given, *saved])
+    if first_step is not None:
+        assert make_plan(resumed, starting=False).first_step == first_step
+        return
+    said = "sampled its batches" if sampled else "read saved batches"
+    line = f"{checkpoint} is of a run that {said}, but run.mode={mode!r} does not; resume with the run.mode"
+    with pytest.raises(CheckpointError, match=f"^checkpoint.resume: {line}"):
+        make_plan(resumed)
+
+
+def test_a_run_from_saved_batches_needs_no_data(tmp_path: Path) -> None:
+    write_rollout(tmp_path, scored())
+    given = [f"run.dir={tmp_path}/run", "run.steps=1", f"rollout.saved={tmp_path}", "data.source=/gone.jsonl"]
+    assert make_plan(config_of(DATA, [*given, "run.mode=train-only"])).record["data"]["source"] == "/gone.jsonl"
+
+
+@pytest.mark.parametrize(("setting", "value"), [("roles.actor.ranks", 3), ("train.mini_batches", 3)])
+def test_only_batches_that_a_run_samples_to_train_must_divide(tmp_path: Path, setting: str, value: int) -> None:
+    write_rollout(tmp_path, scored())
+    given = [f"run.dir={tmp_path}/run", "run.steps=1", "backend.name=fsdp", f"{setting}={value}"]
+    with pytest.raises(ConfigError, match=rf"^rollout.prompts: 8 .*{setting}={value}"):
+        make_plan(config_of(DATA, given))
+    saved = ["run.mode=train-only", f"rollout.saved={tmp_path}"]
+    for mode in (["run.mode=eval"], ["run.mode=rollout-only"], saved):
+        assert make_plan(config_of(DATA, [*given, *mode])).run.mode in mode[0]
+
+
+@pytest.mark.parametrize(("mode", "kl_coef"), [("train", 0.0), ("eval", 0.1), ("rollout-only", 0.1), ("train", 0.1)])
+def test_a_resume_reads_the_models_files_for_a_reference_alone(tmp_path: Path, mode: Any, kl_coef: float) -> None:
+    config = make_config()
+    make_model(config, seed=0).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=2)
+    model = {"path": str(tmp_path / "model"), "tokenizer": DATA["model"]["tokenizer"]}
+    algorithm = {"kl_coef": kl_coef, "reference": "" if mode == "train" else "/gone"}
+    resumed = config_in(tmp_path / "other", str(checkpoint), model=model, algorithm=algorithm)
+    resumed = evolve(resumed, run=evolve(resumed.run, mode=mode))
+    if mode == "train" and kl_coef:
+        with pytest.raises(UserError, match=r"^model.path: \S+ has no weights"):
+            make_plan(resumed)
+    else:
+        assert make_plan(resumed).start.resume == checkpoint
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -9,7 +9,8 @@ from attrs import evolve
 from corerl.messages import install_hint
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from tests.driver.saved import CRITIC, TEACHER, config_in
+from corerl.plan.settle import with_sizes
+from tests.driver.saved import CRITIC, TEACHER, config_in, make_config
 
 pytestmark = pytest.mark.usefixtures("only_listed")
 
@@ -51,3 +52,18 @@ def test_a_role_without_bfloat16_gets_its_own_settings(tmp_path: Path) -> None:
     roles = {"critic": {"ranks": 1, "backend": "plain"}}
     plan = on_gpus(tmp_path, **{**CRITIC, "roles": roles})
     assert settings(plan) == ("bfloat16", "none") and settings(plan, "critic") == ("float32", "none")
+
+
+@pytest.mark.parametrize(
+    ("named", "backend", "options"),
+    [
+        ("", "", {"sync": "last"}),
+        ("", "fsdp", {"sync": "last"}),
+        ("fsdp", "fsdp", {"sync": "last"}),
+        ("", "megatron", None),
+    ],
+)
+def test_a_resized_role_keeps_its_options_with_its_backend(named: str, backend: str, options: Any) -> None:
+    actor = {"ranks": 2, "backend": named, "options": {"sync": "last"}}
+    config = make_config(backend={"name": "fsdp"}, roles={"actor": actor})
+    assert with_sizes(config, "actor", ranks=1, backend=backend).roles.actor.options == options

@@ -83,8 +83,6 @@ def advice(plan: PlanReady) -> Iterator[str]:
             adapted = model.lora is not None  # adapters alone are in a checkpoint
             yield from of_files(model, read=plan.start.resume is None or model.frozen or adapted)
         yield from of_model(model)
-    if config.algorithm.reference and (lacking := unused(config.algorithm.reference, plan.models[ACTOR].hf)):
-        yield f"algorithm.reference: {lacking}"
     if plan.processes.device == "cuda":
         yield from of_choices(plan)
     elif not config.cluster.address:
@@ -93,6 +91,8 @@ def advice(plan: PlanReady) -> Iterator[str]:
         yield from of_sampling(config)
         yield from of_learning(config)
         yield from unpacked(plan.models)
+        if config.algorithm.reference and (lacking := unused(config.algorithm.reference, plan.models[ACTOR].hf)):
+            yield f"algorithm.reference: {lacking}"
 
 
 # ---- what is installed -----------------------------------------------------------------------------------------------
