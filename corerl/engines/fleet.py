@@ -608,5 +608,6 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
 
 def _received(answer: Received | CorerlError) -> Received:
     if isinstance(answer, CorerlError):
-        return Received(bytes=0, error=answer.message, died=isinstance(answer, WorkerDied))
+        died = isinstance(answer, WorkerDied)
+        return Received(bytes=0, error=answer.message, died=died, details=answer.details)
     return answer

@@ -363,7 +363,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=())))
     received = push(engine, tensors, 12, tmp_path / "weights")
     assert "engine-0: its server was killed by SIGKILL; its log " in received.error
-    assert received.died
+    assert received.died and "\n" in received.details  # the log's last lines
 
 
 def test_reported_experts_are_those_of_transformers(start: Start, tmp_path: Path) -> None:
