@@ -124,7 +124,7 @@ class Server:
         self.ranks = [Rank(arguments["model_path"], arguments["dtype"], lora) for _ in range(arguments["tp_size"])]
         self.processor: Processor | None = None
         if arguments.get("enable_multimodal"):
-            self.processor = Processor(arguments["model_path"], arguments.get("mm_process_config") or {})
+            self.processor = Processor(arguments["model_path"])
         self.loaded: dict[str, tuple[dict[str, Any], float]] = {}  # adapters and their scale, by name
         self.version = "default"
         self.asleep: set[str] = set()
