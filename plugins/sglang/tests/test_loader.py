@@ -27,6 +27,7 @@ class InBlocks:
     large these are. It passes over names that are not its, as SGLang's does."""
 
     def __init__(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        assert config["quant_method"] == "fp8"
         self.rows, self.columns = config["weight_block_size"]
         kept = {f"{module}.weight" for module in config["modules_to_not_convert"]}
         self.held: dict[str, torch.Tensor] = {}
