@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import time
@@ -225,6 +226,26 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     fleet.updated([])
     with pytest.raises(KeyboardInterrupt):
         serve(fleet, fleet.generate(REQUEST), interrupts)
+
+
+def test_rows_on_their_way_to_a_dead_engine_go_elsewhere(loop: EventLoop) -> None:
+    fleet, died = fleet_of(Scripted(), loop, 2, restarts=1), {"engine-1": WorkerDied("its process died")}
+
+    async def pauses_in_between() -> asyncio.Task[Generation]:
+        work = asyncio.ensure_future(fleet.generate(REQUEST))
+        await asyncio.sleep(0)  # it has been divided, and nothing waits for an engine yet
+        fleet.leave_out(died)
+        await fleet.pause()
+        return work
+
+    async def ended(work: asyncio.Task[Generation]) -> Generation:
+        return await asyncio.wait_for(work, 10.0)
+
+    work = loop.run(pauses_in_between())
+    fleet.replace(died)
+    fleet.updated(fleet.names)
+    loop.run(fleet.resume())
+    assert loop.run(ended(work)).tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
