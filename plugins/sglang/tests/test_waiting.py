@@ -1,4 +1,4 @@
-"""Ranks of a server that import beside it: of a package `sglang` with the modules that start a rank."""
+"""How `launch` starts a server, and ranks that import beside it: of a package `sglang` with the modules for both."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ MODULES = {
         """,
     "sglang.launch_server": """
         def run_server(args):
+            print(args, flush=True)
             from sglang.srt.entrypoints import engine
             engine.launch(args)
         """,
@@ -48,6 +49,7 @@ MODULES = {
         class ServerArgs:
             model_path: str
             api_key: str
+            tp_size: int = 1
             starts: int = 1
             program: str = ""
             environment: dict = field(default_factory=dict)
@@ -144,6 +146,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
                 subprocess.Popen(
                     [sys.executable, "-m", "corerl_sglang.launch", str(own / "arguments.json")],
                     stdin=subprocess.PIPE,
+                    stdout=log,
                     stderr=log,
                     env={**os.environ, "PYTHONPATH": str(site), PRELOAD: str(ranks)},
                     start_new_session=True,
@@ -156,15 +159,36 @@ def started(tmp_path: Path) -> Iterator[Any]:
         server.communicate()  # closes its standard input, at which it ends
 
 
-def configured(server: subprocess.Popen[bytes], directory: Path, **more: Any) -> Any:
-    """What the ranks told a server that got its arguments now, and has ended."""
+def ended(server: subprocess.Popen[bytes], directory: Path, **more: Any) -> str:
+    """The log of a server that got its arguments now, once it has ended, and has said how."""
     config = {**smallest_config("qwen3").to_dict(), "model_type": "qwen3"}
     (directory / "config.json").write_text(json.dumps(config))
     arguments = {"model_path": str(directory), "api_key": "key", **more}
     (directory / "own" / "partial").write_text(json.dumps(arguments))
     os.replace(directory / "own" / "partial", directory / "own" / "arguments.json")
-    assert server.wait(SECONDS) == 0, (directory / "log").read_text()
+    status = server.wait(SECONDS)
+    return f"{(directory / 'log').read_text()}status {status}\n"
+
+
+def configured(server: subprocess.Popen[bytes], directory: Path, **more: Any) -> Any:
+    """What the ranks told a server that got its arguments now, and has ended well."""
+    log = ended(server, directory, **more)
+    assert log.endswith("status 0\n"), log
+    assert "api_key='***'" in log  # SGLang writes its arguments to its log
     return json.loads((directory / "told.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"tp_sise": 2}, "SGLang's server has no argument 'tp_sise'; did you mean 'tp_size'?"),
+        ({"enable_multimodal": True}, "model.pictures wants SGLang 0.5.17 or later, but 0.5.15 is installed"),
+    ],
+)
+def test_arguments_that_this_sglang_lacks_end_its_server(
+    started: Any, tmp_path: Path, more: dict[str, Any], told: str
+) -> None:
+    assert ended(started(0, version="0.5.15"), tmp_path, **more).endswith(f"{told}\nstatus 1\n")
 
 
 def imports(directory: Path, count: int) -> set[int]:
