@@ -348,10 +348,8 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
 def test_reported_experts_are_those_of_transformers(start: Start, tmp_path: Path) -> None:
     fields = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}  # a layer without experts
     reference = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), context())
-    engine, asked = (
-        start(fields, routed_experts=True),
-        evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True)),
-    )
+    engine = start(fields, routed_experts=True)
+    asked = evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True))
     tensors = hf_tensors(random_model(fields, seed=1), tmp_path / "model")
     for each in (engine, reference):
         assert push(each, tensors, 0, tmp_path / "weights").error == ""
