@@ -358,10 +358,13 @@ class Engines:
         if not gone and (never := sorted(errors.keys() - self._updated_once)):
             reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
             raise WeightUpdateError(f"weights version {self.version} did not reach every engine: {reasons}")
-        return {
-            name: WorkerDied(error) if (one := missed[name]) and one.died else WeightUpdateError(f"{name}: {error}")
-            for name, error in errors.items()
-        }
+        to_replace: dict[str, CorerlError] = {}
+        for name, error in errors.items():
+            answer = missed[name]
+            died = answer is not None and answer.died
+            to_replace[name] = WorkerDied(error) if died else WeightUpdateError(f"{name}: {error}")
+            to_replace[name].details = "" if answer is None else answer.details
+        return to_replace
 
     def _require_loaded(self, sums: Mapping[str, int], version: int, dtype: str) -> None:
         """Raise WeightUpdateError if an engine holds anything other than what was sent."""

@@ -213,6 +213,7 @@ class Received:
     error: str = ""  # empty if committed; otherwise the engine serves nothing until a full update commits
     held: tuple[int, ...] = ()  # versions that the engine can sample from now, this one last; (): this one alone
     died: bool = False  # the engine's process has ended
+    details: str = ""  # of the error, as `CorerlError.details`: all that is told of a death, for --debug
 
 
 @frozen(kw_only=True)

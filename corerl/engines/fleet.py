@@ -245,7 +245,8 @@ class EngineFleet:
         pauses_ended = self._pauses_ended
         try:
             # Lost while the request waited.
-            if replica.state is not State.SERVING or request.version not in (None, *replica.held):
+            lost = replica not in self._routed or replica.state is not State.SERVING
+            if lost or request.version not in (None, *replica.held):
                 return None
             with self._span(replica.name):
                 answers = await in_thread(ask, name=f"call of {replica.name}")
@@ -347,7 +348,8 @@ class EngineFleet:
         for each in dict.fromkeys([*before, *self._replicas]):
             if more or each not in self._routed:
                 each.batcher.hand_back()
-            each.batcher.hold(self._paused or self._replacing)
+            # Not where nothing is called: a request may be on its way there, and come back from `_call`.
+            each.batcher.hold((self._paused or self._replacing) and each in self._routed)
         if self._routed:
             self._serving.set()
             self._lost.clear()
@@ -608,5 +610,6 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
 
 def _received(answer: Received | CorerlError) -> Received:
     if isinstance(answer, CorerlError):
-        return Received(bytes=0, error=answer.message, died=isinstance(answer, WorkerDied))
+        died = isinstance(answer, WorkerDied)
+        return Received(bytes=0, error=answer.message, died=died, details=answer.details)
     return answer

@@ -158,7 +158,7 @@ class EngineLifecycle:
                 error = message_of(failure)
                 self._reason += f" ({error})"
                 self.holds_weights, self.held = False, ()
-                return Received(bytes=0, error=error)
+                return Received(bytes=0, error=error, details=getattr(failure, "details", ""))
             self._version, self._reason, self.holds_weights = version, "", True
             self.held = (*(self.held if alone else ()), version)[-self._versions :]
             return Received(bytes=received, held=self.held)

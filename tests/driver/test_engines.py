@@ -58,7 +58,7 @@ def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
 
 # ---- engines that miss an update -------------------------------------------------------------------------------------
 
-DEAD = Received(bytes=0, error="its process died", died=True)
+DEAD = Received(bytes=0, error="its process died", died=True, details="what Ray says of it")
 FAILED = Received(bytes=0, error="bucket 3 did not arrive")
 SILENT = None
 
@@ -155,8 +155,9 @@ def test_a_second_failure_ends_the_run() -> None:
 def test_an_engine_that_died_too_often_ends_the_run() -> None:
     engines, _, fleet, _ = after_one(*[{"engine-1": DEAD}] * 3)
     fleet.allowed = 2
-    with pytest.raises(WorkerDied, match="^its process died$"):
+    with pytest.raises(WorkerDied, match="^its process died$") as caught:
         push(engines)
+    assert caught.value.details == "what Ray says of it"
     assert [line for line in fleet.log if line.startswith("receive")] == ["receive 1", "receive 2", "receive 3"]
 
 

@@ -121,6 +121,8 @@ class Scripted:
                 self.paused.set()
             return dict.fromkeys(arguments, 0)
         ((replica, (request,)),) = arguments.items()
+        if on_ended is not None:
+            on_ended(1)
         with self._lock:
             self.asked.append((replica, request.noise_keys.tolist(), request.response_lengths.tolist()))
             next_answer = self.script.pop(0) if self.script else respond

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.engines.base import GenerateRequest
+from corerl.engines.base import GenerateRequest, Received
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.event_loop import EventLoop
@@ -79,6 +79,13 @@ def test_an_engine_that_dies_in_its_start_is_replaced(loop: EventLoop) -> None:
     with pytest.raises(EngineFailed, match="no such model"):
         fleet_of(starting, loop, 2, restarts=1).start().result()
     assert starting.log == ["kill"]
+
+
+def test_a_death_in_an_update_keeps_its_details(loop: EventLoop) -> None:
+    died = WorkerDied("engine-1: its process died during receive")
+    died.details = "what Ray says of it"
+    found = fleet_of(Group({0: Received(bytes=8), 1: died}), loop, 2).received([], 0.0)
+    assert found == {"engine-1": Received(bytes=0, error=died.message, died=True, details="what Ray says of it")}
 
 
 class ReplacedMeanwhile:

@@ -214,7 +214,6 @@ def push(
     transport: str,
     *,
     ranks: int = 1,
-    device: str = "",  # of the buffers; "": the GPU by ipc, else the CPU
     weights: WeightsConfig = PLAIN,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[str, float]:
@@ -233,7 +232,7 @@ def push(
         path=str(OUT / "weights"),
         token=uuid.uuid4().hex,
         colocated_ranks=tuple(range(ranks)) if transport == "ipc" else (),
-        device=device or ("cuda" if transport == "ipc" else "cpu"),
+        device="cuda" if transport == "ipc" else "cpu",  # of the buffers
         timeout=120.0,
     )
     tensors = hf_tensors(model) if tensors is None else tensors
@@ -248,7 +247,7 @@ def push(
     told: dict[str, str] = {}
 
     def send(rank: int) -> WeightSender:
-        torch.cuda.set_device(rank if transport == "ipc" else model.device)
+        torch.cuda.set_device(rank)
         sender = open_sender(address, rank=rank)
         sender.open(stream, version)
         for bucket, as_sent in zip(manifest.buckets, stream.buckets, strict=True):
@@ -360,30 +359,6 @@ def small(findings: Findings, precision: str) -> None:
             findings.tell("a killed server is a dead replica", died.message.splitlines()[0][:200])
     time.sleep(3.0)  # the driver gives memory back when it has cleared it
     findings.tell("GiB free when all is gone", free(), free() >= asleep - 0.5)
-
-
-def qwen3(findings: Findings) -> None:
-    """The 0.6B shape: seconds of updates, sleep and wake, tokens a second; three rounds, to see memory stay."""
-    model = random_model(QWEN3_06B, "bfloat16", 1)
-    with engine(findings, QWEN3_06B, "bfloat16", server={"cuda_graph_max_bs_decode": 256}) as served:
-        updated(findings, served, model, 0, "disk")
-        asked = request(256, 151936, SamplingParams(max_tokens=256), length=64)
-        for _ in range(2):
-            started = time.perf_counter()
-            drawn = served.generate(asked)
-            seconds = time.perf_counter() - started
-            findings.tell("tokens/s, 256 samples of 256 tokens", round(len(drawn.tokens) / seconds))
-        for version in (1, 2, 3):
-            started = time.perf_counter()
-            served.sleep()
-            slept = time.perf_counter()
-            served.wake_up()
-            findings.tell("sleep, wake, seconds", [round(slept - started, 3), round(time.perf_counter() - slept, 3)])
-            error, seconds = push(served, model, version, "collective")
-            findings.tell("update by collective through host memory, seconds", round(seconds, 3), not error)
-            findings.tell("versions", sorted(set(served.generate(asked).versions.tolist())))
-            findings.tell("GiB free", free())
-        compare(findings, served, model, 3)
 
 
 def by_handle(findings: Findings) -> None:
@@ -547,18 +522,6 @@ def two_ranks(findings: Findings) -> None:
                 return
 
 
-def nccl(findings: Findings) -> None:
-    """By NCCL from the second device to a server on the first."""
-    with engine(findings, QWEN3_06B, "bfloat16") as served:
-        model = random_model(QWEN3_06B, "bfloat16", 1).to("cuda:1")
-        torch.cuda.set_device(1)
-        for version in range(3):
-            error, seconds = push(served, model, version, "collective", device="cuda")
-            findings.tell("update by NCCL, seconds", round(seconds, 3), not error)
-        torch.cuda.set_device(0)
-        compare(findings, served, model.to("cuda:0"), 2)
-
-
 def versions(findings: Findings, precision: str) -> None:
     """Several versions of adapters at once, each as if it were alone, also in one batch; and scores of prompts."""
     lora, most = LoraConfig(rank=8).settled({}), 3
@@ -635,7 +598,6 @@ PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that ea
     "versions-float32": (1, lambda findings: versions(findings, "float32")),
     "versions-bfloat16": (1, lambda findings: versions(findings, "bfloat16")),
     "ipc": (1, by_handle),
-    "qwen3-0.6b": (1, qwen3),
     "repeated": (1, repeated),
     "experts": (1, experts),
     # Triton's kernels start at once; DeepGEMM's, which are SGLang's own choice on Hopper, are compiled for minutes.
@@ -643,7 +605,6 @@ PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that ea
     "fp8-experts": (1, lambda findings: fp8(findings, EXPERTS, "triton")),
     "fp8-auto": (1, lambda findings: fp8(findings, QWEN3_06B, "auto")),
     "two-ranks": (2, two_ranks),
-    "nccl": (2, nccl),
 }
 
 

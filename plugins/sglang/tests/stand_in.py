@@ -30,13 +30,8 @@ from plugins.sglang.tests.stand_in_pictures import Processor, taken
 
 KNOWN = frozenset((Path(__file__).parent / "server_args.txt").read_text().split())  # in 0.5.15 and in 0.5.17
 SINCE = {TRANSPORT}  # 0.5.17
-ALLOWED = (
-    "builtins.",
-    "collections.",
-    "functools.",
-    "operator.",
-    "torch.",
-)  # of the modules that SGLang's SafeUnpickler may import from
+# Of the modules that SGLang's SafeUnpickler may import from.
+ALLOWED = ("builtins.", "collections.", "functools.", "operator.", "torch.")
 TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
@@ -124,7 +119,7 @@ class Server:
         self.ranks = [Rank(arguments["model_path"], arguments["dtype"], lora) for _ in range(arguments["tp_size"])]
         self.processor: Processor | None = None
         if arguments.get("enable_multimodal"):
-            self.processor = Processor(arguments["model_path"], arguments.get("mm_process_config") or {})
+            self.processor = Processor(arguments["model_path"])
         self.loaded: dict[str, tuple[dict[str, Any], float]] = {}  # adapters and their scale, by name
         self.version = "default"
         self.asleep: set[str] = set()
@@ -186,12 +181,9 @@ class Server:
         ids = body["input_ids"]
         if not (data := body.get("image_data")):
             return [(prompt, {}) for prompt in ids]
-        if not isinstance(data[0], list):  # then each is the one picture of its row
-            data = [[each] for each in data]
-        assert self.processor is not None and len(data) == len(ids)
-        return [
-            self.processor.prompt(prompt, own) if own else (prompt, {}) for prompt, own in zip(ids, data, strict=True)
-        ]
+        assert self.processor is not None and isinstance(data[0], list)  # else each is the one picture of its row
+        rows = zip(ids, data, strict=True)
+        return [self.processor.prompt(prompt, own) if own else (prompt, {}) for prompt, own in rows]
 
     def load_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
         name, config = body["lora_name"], body["config_dict"]
@@ -224,10 +216,8 @@ class Server:
         import torch
 
         greedy = params["temperature"] < 1e-6  # then it stands for top_k = 1, and nothing divides the logits
-        temperature, stops = (
-            1.0 if greedy else params["temperature"],
-            set(params["stop_token_ids"]) | self.ranks[0].stops,
-        )
+        temperature = 1.0 if greedy else params["temperature"]
+        stops = set(params["stop_token_ids"]) | self.ranks[0].stops
         tokens: list[int] = []
         triples: list[tuple[float, int, None]] = []
         reason: dict[str, Any] | None = None

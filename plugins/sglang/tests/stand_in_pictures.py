@@ -24,8 +24,7 @@ PATTERNS = {
 
 
 class Processor:
-    def __init__(self, directory: str, settings: Mapping[str, Any]) -> None:
-        """`settings`: ServerArgs.mm_process_config."""
+    def __init__(self, directory: str) -> None:
         import transformers
 
         self.config = transformers.AutoConfig.from_pretrained(directory)
@@ -34,7 +33,7 @@ class Processor:
         self.kind = self.config.model_type
         self.pattern = re.compile(PATTERNS[self.kind])
         self.placeholder = getattr(self.config, "image_token_id", None) or self.config.image_token_index
-        self.settings = dict(settings.get("image", {}))
+        self.settings: dict[str, int] = {}
         if self.kind == "mistral3":
             self.settings["patch_size"] = self.config.vision_config.patch_size * self.config.spatial_merge_size
         self.read: list[str] = []  # the addresses of pictures, as they came

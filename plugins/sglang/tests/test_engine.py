@@ -141,19 +141,6 @@ def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> 
     assert "auto_map" not in given.config and given.files == {"config.json"}
 
 
-def test_an_fp8_server_is_told_which_layers_stay_as_they_are(tmp_path: Path) -> None:
-    model = ModelConfig(config={**MOE, "hidden_size": 144, "head_dim": 40})
-    plain = given_to_server(model, tmp_path / "plain").engine._shapes
-    given = given_to_server(model, tmp_path / "own", WeightsConfig(quantize="fp8", unquantized=("o_proj",)))
-    assert given.arguments["quantization"] == given.config["quantization_config"]["quant_method"] == "fp8"
-    layers = [f"model.layers.{layer}.{each}" for layer in range(2) for each in ("self_attn.o_proj", "mlp.gate")]
-    kept = given.config["quantization_config"]["modules_to_not_convert"]
-    assert sorted(kept) == sorted(["model.embed_tokens", "lm_head", *layers])
-    scales = {name: shape for name, shape in given.engine._shapes.items() if name not in plain}
-    assert plain.items() <= given.engine._shapes.items() and len(scales) == 2 * (3 + 3 * 4)  # q, k, v; of 4 experts
-    assert scales["model.layers.1.self_attn.q_proj.weight_scale_inv"] == (2, 2)  # of 160 x 144
-
-
 def push(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int, path: Path, **how: Any) -> Received:
     """What the engine says of one update."""
     (received,) = update([engine], tensors, version=version, path=path, **how)
@@ -339,14 +326,6 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         engine.generate(parted)
     assert [sample.meta_info.finish_reason["type"] for sample in late] == ["abort"] * 8
     assert set(engine.generate(REQUEST).versions) == {11}
-    with ThreadPoolExecutor(1) as others:  # of what failed before that it says nothing any more
-        call = others.submit(engine.generate, endless)
-        await_number(engine, "running", 1)
-        engine._server.post("/abort_request", {"rid": "", "abort_all": True})
-        with pytest.raises(EngineFailed, match=r"ended a sample after \d+ tokens: \{'type': 'abort'"):
-            call.result()
-    assert set(engine.generate(REQUEST).versions) == {11}
-
     with pytest.raises(ConfigError, match="engines.sglang.routed_experts: false"):
         engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True)))
 
@@ -363,16 +342,14 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=())))
     received = push(engine, tensors, 12, tmp_path / "weights")
     assert "engine-0: its server was killed by SIGKILL; its log " in received.error
-    assert received.died
+    assert received.died and "\n" in received.details  # the log's last lines
 
 
 def test_reported_experts_are_those_of_transformers(start: Start, tmp_path: Path) -> None:
     fields = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}  # a layer without experts
     reference = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), context())
-    engine, asked = (
-        start(fields, routed_experts=True),
-        evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True)),
-    )
+    engine = start(fields, routed_experts=True)
+    asked = evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True))
     tensors = hf_tensors(random_model(fields, seed=1), tmp_path / "model")
     for each in (engine, reference):
         assert push(each, tensors, 0, tmp_path / "weights").error == ""

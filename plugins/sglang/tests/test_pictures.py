@@ -209,9 +209,9 @@ PARAMS = SamplingParams(max_tokens=6, stop_tokens=(5, 6, 7, 8), greedy=True)
 
 
 @contextmanager
-def served(model: ModelConfig, directory: Path, **server: Any) -> Iterator[tuple[SglangEngine, Any]]:
+def served(model: ModelConfig, directory: Path) -> Iterator[tuple[SglangEngine, Any]]:
     """An engine that has the checkpoint's weights, and the checkpoint in transformers."""
-    options = SglangConfig(launcher="plugins.sglang.tests.stand_in", requests=2, server=server)
+    options = SglangConfig(launcher="plugins.sglang.tests.stand_in", requests=2)
     engine = start_engine(model, options, evolve(context(), run_dir=str(directory)))
     try:
         own = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
@@ -253,31 +253,6 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         again = engine.generate(request)
         assert again.tokens.tolist() == drawn.tokens.tolist()
         np.testing.assert_allclose(again.logprobs, drawn.logprobs, atol=1e-6)
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("forked_servers")
-def test_another_number_of_placeholders_ends_the_call(tmp_path: Path) -> None:
-    model = ModelConfig(path=str(write_readable("qwen3_vl", tmp_path / "model")), pictures="vision")
-    rows = rows_of(model, PROMPTS[:2])
-    smaller = {"image": {"size": {"shortest_edge": 64, "longest_edge": 64}}}
-    with served(model, tmp_path, mm_process_config=smaller) as (engine, own):
-        with pytest.raises(EngineFailed) as raised:
-            engine.generate(request_of(rows, PARAMS))
-        message = str(raised.value)
-        (picture,) = rows[1].pictures
-        assert "reads 8 tokens in the row of noise key 1, wanted 11; they differ from token 3 on" in message
-        assert f"It expands {picture} otherwise than [pictures.vision]" in message
-        assert "engines.sglang.server.mm_process_config" in message
-        # A row that the server might never answer is not sent, and others go on.
-        before = said(engine)["stand_in"]["pictures"]
-        sampled = evolve(rows[1], tokens=np.append(rows[1].tokens, [5]), column=np.append(rows[1].column, [0]))
-        with pytest.raises(EngineFailed, match="SGLang might never answer"):
-            engine.generate(request_of([sampled], PARAMS))
-        assert said(engine)["stand_in"]["pictures"] == before
-        text = request_of(rows[:1], PARAMS)
-        (found,) = apart(own, VisionInputs(model), text, engine.generate(text))
-        assert found.max() < 1e-5
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from attrs import evolve
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.pictures import Picture
-from corerl_sglang.read import Experts, Parts, Reader, read_samples, waited
+from corerl_sglang.read import Experts, Parts, Reader, waited
 from corerl_sglang.server import Refused
 from corerl_testing import append, continued
 
@@ -28,7 +28,8 @@ READER = Reader(engine="engine-0", experts=Experts(layers=2, choosing=[1], chose
 def answer(tokens: list[int], reason: str, *, expert: int | None = 1, version: int = 3, read: int = 3) -> bytes:
     """Of a server that has drawn this for one row, `read` tokens of which stood there before."""
     told: dict[str, Any] = {"finish_reason": {"type": reason}, "weight_version": str(version)}
-    told["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
+    if tokens:  # as SGLang 0.5.17 says it
+        told["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
     if expert is not None:
         known = np.full((read + len(tokens) - 1, 2, 2), expert, np.int32)
         told["routed_experts"] = base64.b64encode(known.tobytes()).decode()
@@ -175,26 +176,3 @@ def test_a_server_that_scores_too_few_tokens_is_an_error() -> None:
         generation(said, asked, 3, paused=False)
     cut = generation(answer([], "abort", expert=None), asked, 3, paused=True)
     assert cut.scores is not None and np.isnan(cut.scores.logprobs).all()
-
-
-# An answer of `/generate` as SGLang 0.5.17 writes it.
-ANSWER = (
-    b'[{"output_ids":[7,151643],"meta_info":{"id":"6f","finish_reason":{"type":"length","length":2},"prompt_tokens":3,'
-    b'"weight_version":"4","num_retractions":0,"input_token_logprobs":[],"output_token_logprobs":'
-    b'[[-0.6931471824645996,7,null],[null,151643,null]],"output_token_logprobs_length":2,"routed_experts":"AAECAw==",'
-    b'"e2e_latency":0.5,"response_sent_to_client_ts":1763800000.25}},'
-    b'{"output_ids":[],"meta_info":{"id":"70","finish_reason":{"type":"abort","message":"Abort in waiting queue",'
-    b'"status_code":null},"prompt_tokens":3,"weight_version":"4"}}]'
-)
-
-
-def test_tokens_and_logprobs_are_read_from_answers() -> None:
-    drawn, cut = read_samples(ANSWER)
-    told = drawn.meta_info
-    assert drawn.output_ids == [7, 151643]
-    assert [token.id for token in told.output_token_logprobs] == [7, 151643]
-    assert [token.logprob for token in told.output_token_logprobs] == [-0.6931471824645996, None]
-    assert (told.finish_reason, told.weight_version) == ({"type": "length", "length": 2}, "4")
-    assert told.routed_experts == "AAECAw=="
-    assert (cut.output_ids, cut.meta_info.output_token_logprobs, cut.meta_info.routed_experts) == ([], [], None)
-    assert cut.meta_info.finish_reason["type"] == "abort"

@@ -8,9 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,6 @@ from corerl_sglang.server import Server
 pytestmark = pytest.mark.processes
 
 QUICK = "plugins.sglang.tests.quick"
-FAKE_ARGS = """
-from dataclasses import dataclass
-
-@dataclass
-class ServerArgs:
-    model_path: str
-    host: str = ""
-    port: int = 0
-    tp_size: int = 1
-    enable_multimodal: bool = False
-    api_key: str = ""
-"""
 
 
 @pytest.fixture
@@ -48,15 +35,13 @@ def servers() -> Iterator[list[Server]]:
 def start(
     servers: list[Server],
     directory: Path,
-    launcher: str = QUICK,
-    environment: dict[str, str] | None = None,
     health_timeout: float = 60.0,
     log: str = "logs/engine-0.log",
     **given: Any,
 ) -> Server:
     own = directory / "own"
     own.mkdir(exist_ok=True)
-    how: dict[str, Any] = {"launcher": launcher, "environment": environment or {}, "health_timeout": health_timeout}
+    how: dict[str, Any] = {"launcher": QUICK, "environment": {}, "health_timeout": health_timeout}
     server = Server("engine-0", **how, directory=own, log=directory / log)
     servers.append(server)
     server.configure(given)
@@ -187,30 +172,3 @@ time.sleep(600)
         assert not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].startswith(" Z")
         os.kill(parent.pid, signal.SIGKILL)
         assert gone(pid) and gone(rank_of(tmp_path)) and not (tmp_path / "own").exists()
-
-
-@pytest.fixture
-def launched(servers: list[Server], tmp_path: Path) -> Callable[..., Server]:
-    """Starts servers of a package `sglang`, which end at once with what they were given."""
-    package = tmp_path / "site" / "sglang"
-    (package / "srt").mkdir(parents=True)
-    (package / "srt" / "server_args.py").write_text(FAKE_ARGS)
-    (package / "launch_server.py").write_text("def run_server(args):\n    raise SystemExit(repr(args))\n")
-    (about := tmp_path / "site" / "sglang-0.5.15.dist-info").mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.15\n")
-    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    return partial(start, servers, tmp_path, "corerl_sglang.launch", {"PYTHONPATH": path}, model_path="m")
-
-
-def test_unknown_sglang_arguments_are_reported(launched: Callable[..., Server]) -> None:
-    with pytest.raises(EngineFailed) as raised:
-        (server := launched(tp_size=2)).wait_ready(60.0)
-    own = f"port={server.port}, tp_size=2, enable_multimodal=False, api_key='***')"  # as SGLang writes them to its log
-    assert raised.value.message.endswith(f"ServerArgs(model_path='m', host='127.0.0.1', {own}")
-    with pytest.raises(EngineFailed, match="no argument 'tp_sise'; did you mean 'tp_size'[?]"):
-        launched(tp_sise=2).wait_ready(60.0)
-
-
-def test_a_server_too_old_for_pictures_says_so(launched: Callable[..., Server]) -> None:
-    with pytest.raises(EngineFailed, match="model.pictures wants SGLang 0.5.17 or later, but 0.5.15 is installed"):
-        launched(enable_multimodal=True).wait_ready(60.0)

@@ -1,4 +1,4 @@
-"""Ranks of a server that import beside it: of a package `sglang` with the modules that start a rank."""
+"""How `launch` starts a server, and ranks that import beside it: of a package `sglang` with the modules for both."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ MODULES = {
         """,
     "sglang.launch_server": """
         def run_server(args):
+            print(args, flush=True)
             from sglang.srt.entrypoints import engine
             engine.launch(args)
         """,
@@ -48,6 +49,7 @@ MODULES = {
         class ServerArgs:
             model_path: str
             api_key: str
+            tp_size: int = 1
             starts: int = 1
             program: str = ""
             environment: dict = field(default_factory=dict)
@@ -144,6 +146,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
                 subprocess.Popen(
                     [sys.executable, "-m", "corerl_sglang.launch", str(own / "arguments.json")],
                     stdin=subprocess.PIPE,
+                    stdout=log,
                     stderr=log,
                     env={**os.environ, "PYTHONPATH": str(site), PRELOAD: str(ranks)},
                     start_new_session=True,
@@ -156,15 +159,36 @@ def started(tmp_path: Path) -> Iterator[Any]:
         server.communicate()  # closes its standard input, at which it ends
 
 
-def configured(server: subprocess.Popen[bytes], directory: Path, **more: Any) -> Any:
-    """What the ranks told a server that got its arguments now, and has ended."""
+def ended(server: subprocess.Popen[bytes], directory: Path, **more: Any) -> str:
+    """The log of a server that got its arguments now, once it has ended, and has said how."""
     config = {**smallest_config("qwen3").to_dict(), "model_type": "qwen3"}
     (directory / "config.json").write_text(json.dumps(config))
     arguments = {"model_path": str(directory), "api_key": "key", **more}
     (directory / "own" / "partial").write_text(json.dumps(arguments))
     os.replace(directory / "own" / "partial", directory / "own" / "arguments.json")
-    assert server.wait(SECONDS) == 0, (directory / "log").read_text()
+    status = server.wait(SECONDS)
+    return f"{(directory / 'log').read_text()}status {status}\n"
+
+
+def configured(server: subprocess.Popen[bytes], directory: Path, **more: Any) -> Any:
+    """What the ranks told a server that got its arguments now, and has ended well."""
+    log = ended(server, directory, **more)
+    assert log.endswith("status 0\n"), log
+    assert "api_key='***'" in log  # SGLang writes its arguments to its log
     return json.loads((directory / "told.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"tp_sise": 2}, "SGLang's server has no argument 'tp_sise'; did you mean 'tp_size'?"),
+        ({"enable_multimodal": True}, "model.pictures wants SGLang 0.5.17 or later, but 0.5.15 is installed"),
+    ],
+)
+def test_arguments_that_this_sglang_lacks_end_its_server(
+    started: Any, tmp_path: Path, more: dict[str, Any], told: str
+) -> None:
+    assert ended(started(0, version="0.5.15"), tmp_path, **more).endswith(f"{told}\nstatus 1\n")
 
 
 def imports(directory: Path, count: int) -> set[int]:
@@ -188,14 +212,16 @@ def gone(pids: set[int]) -> bool:
 def test_a_rank_imports_before_the_arguments_are_there(started: Any, tmp_path: Path) -> None:
     server = started(1)
     early = imports(tmp_path, 2) - {server.pid}  # the server's engine imports the rank's module too
-    told, later = configured(server, tmp_path, starts=2, environment={"NCCL_ALGO": "tree"})
+    process = {"name": "rank-0", "daemon": True}
+    told, later = configured(server, tmp_path, starts=2, environment={"NCCL_ALGO": "tree"}, process=process)
     assert reasons(tmp_path) == []
     assert early == {told["pid"]} and not told["known_at_import"]
     assert later["pid"] not in early and later["known_at_import"]  # the second was not expected
     for each in (told, later):
         assert each["pid"] == each["known"] and each["status"] == 0
         assert each["now"][STATIC_SPLITS] == "true" and each["preset"] == []
-    same = ("now", "method", "limits", "daemon")
+        assert each["called"] == each["name"] == "rank-0" and each["daemon"] is True
+    same = ("now", "method", "limits")
     assert {name: told[name] for name in same} == {name: later[name] for name in same}
     late = {"SGLANG_RUN_ID": "now", "NCCL_ALGO": "tree"}
     # What is preset is there at the imports as in a process that SGLang starts; what is read late follows.
@@ -204,27 +230,30 @@ def test_a_rank_imports_before_the_arguments_are_there(started: Any, tmp_path: P
     assert told["at_import"]["LD_PRELOAD"] == told["now"]["LD_PRELOAD"] == str(tmp_path / "site" / LIBRARY)
 
 
-@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", "secret"), ("SGLANG_ENABLE_TORCH_COMPILE", "1")])
-def test_a_rank_that_was_started_otherwise_is_started_again(
-    started: Any, tmp_path: Path, name: str, value: str
+@pytest.mark.parametrize(
+    ("first", "environment", "why"),
+    [
+        ("", {"CUDA_VISIBLE_DEVICES": "secret"}, "CUDA_VISIBLE_DEVICES"),
+        ("", {"SGLANG_ENABLE_TORCH_COMPILE": "1"}, "SGLANG_ENABLE_TORCH_COMPILE"),
+        ("raise ImportError('no such library')", {}, "exit code 1 "),
+        ("", {}, "exit code -9 "),
+    ],
+    ids=["another device", "read early", "dies importing", "dies waiting"],
+)
+def test_a_rank_that_cannot_be_used_is_started_again(
+    started: Any, tmp_path: Path, first: str, environment: dict[str, str], why: str
 ) -> None:
-    server = started(1)
-    early = imports(tmp_path, 2)
-    (told,) = configured(server, tmp_path, environment={name: value})
-    assert told["pid"] not in early and told["status"] == 0
+    server = started(1, first=first)
+    (early,) = imports(tmp_path, 2) - {server.pid}
+    if why == "exit code -9 ":
+        os.kill(early, signal.SIGKILL)
+    (told,) = configured(server, tmp_path, environment=environment)
+    assert told["pid"] != early and told["status"] == 0
     assert told["before"] == [server.pid]  # what the other had of the GPU is free
-    assert told["at_import"][name] == value
-    (why,) = reasons(tmp_path)
-    assert name in why and "secret" not in why
-
-
-def test_a_rank_is_named_as_multiprocessing_is_told(started: Any, tmp_path: Path) -> None:
-    server = started(1)
-    early = imports(tmp_path, 2)
-    told, later = configured(server, tmp_path, starts=2, process={"name": "rank-0", "daemon": True})
-    assert told["pid"] in early and later["pid"] not in early
-    for each in (told, later):
-        assert each["called"] == each["name"] == "rank-0" and each["daemon"] is True
+    assert environment.items() <= told["at_import"].items()
+    (reason,) = reasons(tmp_path)
+    assert reason.startswith(f"corerl: process {early}") and why in reason and "secret" not in reason
+    assert not first or "no such library" in (tmp_path / "log").read_text()
 
 
 def test_the_end_of_a_rank_reaches_its_server(started: Any, tmp_path: Path) -> None:
@@ -233,26 +262,6 @@ def test_the_end_of_a_rank_reaches_its_server(started: Any, tmp_path: Path) -> N
     told, later = configured(server, tmp_path, starts=2, does="ends")
     assert told["known"] in early and later["known"] not in early
     assert told["status"] == later["status"] == 5 and told.keys() == later.keys()
-
-
-def test_a_rank_that_dies_importing_is_started_again(started: Any, tmp_path: Path) -> None:
-    server = started(1, first="raise ImportError('no such library')")
-    early = imports(tmp_path, 2)
-    (told,) = configured(server, tmp_path)
-    assert told["pid"] not in early and told["status"] == 0
-    (why,) = reasons(tmp_path)
-    (dead,) = early - {server.pid}
-    assert why.startswith(f"corerl: process {dead}") and "exit code 1" in why
-    assert "no such library" in (tmp_path / "log").read_text()
-
-
-def test_a_rank_that_dies_waiting_is_started_again(started: Any, tmp_path: Path) -> None:
-    server = started(1)
-    (dead,) = imports(tmp_path, 2) - {server.pid}
-    os.kill(dead, signal.SIGKILL)
-    (told,) = configured(server, tmp_path)
-    assert told["pid"] != dead and told["status"] == 0
-    assert "exit code -9" in reasons(tmp_path)[0]
 
 
 def test_a_rank_that_another_program_starts_is_not_one_that_waits(started: Any, tmp_path: Path) -> None:

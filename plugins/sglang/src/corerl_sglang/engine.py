@@ -66,7 +66,8 @@ class SglangEngine(Engine):
         self._serving = EngineLifecycle(context.name, context.index, calls=CALLS, versions=context.weights.versions)
         self._sleeping: set[str] = set()  # tags
         self._waking = threading.Lock()  # several calls may find the caches asleep at once
-        self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
+        # The first one, which caused all calls in flight to be aborted. The fleet ends an engine after it.
+        self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._retracted = 0  # rows, of all that have ended
         self._server = server
@@ -157,7 +158,6 @@ class SglangEngine(Engine):
             # row: SGLang (0.5.17) prepares a request's rows one by one, and forgets those that have ended meanwhile.
             count = min(self._options.requests, max(1, len(request) // ROWS))
             parts = request.parts(len(request) if request.pictures else count)
-            known = self._failure
             workers = min(len(parts), MOST_CALLS)
 
             def answered(part: GenerateRequest, first: int) -> Generation:
@@ -183,9 +183,6 @@ class SglangEngine(Engine):
                         abort()
             if failures:
                 raise first
-            with self._failing:
-                if self._failure is known:  # older than this call: the engine works again
-                    self._failure = None
             return Generation.concatenate([future.result() for future in futures])
 
     def _first(self, failure: BaseException) -> BaseException:
