@@ -45,7 +45,9 @@ def test_a_command_plays_episodes_and_gives_rewards(play: Play) -> None:
     assert_equal(rollout, play(lambda episode: episode.chat(episode.messages, max_tokens=2) and None, samples=2))
 
 
-@pytest.mark.parametrize(("what", "outcome"), [("number", 0.25), ("none", None), ("post", Judged(reward=0.5))])
+@pytest.mark.parametrize(
+    ("what", "outcome"), [("number", 0.25), ("none", None), ("brackets", None), ("post", Judged(reward=0.5))]
+)
 def test_a_reward_is_printed_posted_or_the_runs(play: Play, what: str, outcome: object) -> None:
     assert play(agent(what), samples=1, prompts=PROMPTS[:1]).outcomes == [outcome]
 

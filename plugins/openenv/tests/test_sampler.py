@@ -59,6 +59,7 @@ def test_an_only_text_is_written_alone_and_others_as_json() -> None:
     assert alone.read(" a\n") == {"letter": "a"} and alone.instruction.endswith("the letter of your action alone.")
     several = Actions(schema={"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x"]})
     assert several.read('{"x": 1}') == {"x": 1} and several.read("left") is None and several.read("[1]") is None
+    assert several.read("[" * 5000) is None
     assert '"required": ["x"]' in several.instruction
     assert shown({"text": "Hi", "metadata": {"seed": 1}}) == "Hi" and shown({"x": 1, "y": 2}) == '{"x": 1, "y": 2}'
 

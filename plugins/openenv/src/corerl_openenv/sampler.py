@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 from openenv import GenericEnvClient
 
+from corerl.data import parse_json
 from corerl.errors import ConfigError
 from corerl.rollout import SamplerContext
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -48,7 +49,7 @@ class Actions:
         if self.only_text:
             return {self.only_text: text.strip()}
         try:
-            action = json.loads(text)
+            action = parse_json(text)
         except ValueError:
             return None
         return action if isinstance(action, dict) else None
