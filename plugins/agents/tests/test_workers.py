@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pickle
+import queue
 import resource
 import signal
 import threading
@@ -19,6 +22,7 @@ from corerl.rollout import Failure
 from corerl_agents import workers
 from corerl_agents.commands import FILES
 from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import Episode
 from corerl_agents.workers import Gone, LocalProcess, PlayedByWorkers
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
@@ -230,6 +234,59 @@ def test_a_worker_with_a_hanging_episode_is_replaced(
     wait_for(lambda: not Path(f"/proc/{hung}").exists())
     pids = play(function, samples=1).outcomes
     assert len(set(pids)) == 1 and float(hung) not in pids
+
+
+class Slow:
+    """A process that imports its function when it is told to, and plays each episode at once then."""
+
+    process = Mock(is_alive=lambda: False)
+
+    def __init__(self) -> None:
+        self.imported = threading.Event()
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._messages.put(pickle.dumps(None))
+
+    def send(self, message: bytes) -> None:
+        number, *asked = pickle.loads(message)
+        if asked:
+            self._messages.put(pickle.dumps((number, None)))
+
+    def receive(self) -> bytes:
+        self.imported.wait()
+        if not (message := self._messages.get()):
+            raise Gone("killed")
+        return message
+
+    def kill(self) -> None:
+        self.imported.set()
+        self._messages.put(b"")
+
+    end = kill
+
+
+def test_workers_replaced_while_they_import_play_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "GRACE", 0.0)
+    begun: list[Slow] = []
+
+    def launch() -> Slow:
+        begun.append(Slow())
+        return begun[-1]
+
+    play = start("where", 1, launch=launch).workers.play
+    begun[0].kill()
+    wait_for(lambda: len(begun) == 2)
+    episode = Episode(prompt=PROMPTS[0], base_url="", server=Mock())
+
+    async def three_episodes() -> list[Any]:
+        given_up, other = (asyncio.create_task(play(episode, name)) for name in ("given up", "other"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.to_thread(wait_for, lambda: len(begun) == 3)
+        for slow in begun:
+            slow.imported.set()
+        return [await asyncio.wait_for(each, paced(20)) for each in (other, play(episode, "next"))]
+
+    assert asyncio.run(three_episodes()) == [None, None]
 
 
 def test_a_coroutine_is_cancelled_and_its_worker_stays(
