@@ -78,7 +78,9 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
 
 
 @pytest.mark.processes
-def test_the_server_ends_with_its_sampler() -> None:
+def test_the_server_ends_with_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens: a server here is asked directly
+    monkeypatch.setenv("no_proxy", "")
     server = Server("my_letters.server.app:app")
     assert schema_of(server.url)["properties"]["letter"]["type"] == "string"
     server.close()
