@@ -11,7 +11,7 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from corerl.errors import ConfigError
-from corerl_agents.pieces import before
+from corerl_agents.answers import before
 from corerl_agents.script import byte_tokenizer
 from corerl_agents.tool_calls import (
     FORMATS,

@@ -13,7 +13,6 @@ from corerl.errors import ConfigError
 from corerl.plugin import Problem, SamplerRun, SamplerSpec
 
 MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
-
 MOST_WORKERS = 1024  # likewise
 NAME = "[A-Za-z][A-Za-z0-9_]*"  # of a role: also of its variable in a command's environment, and of its metrics
 # Options that say who plays, which an environment does itself.
