@@ -13,7 +13,7 @@ from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.models import load_tokenizer
 from corerl.ops import hash_key
-from corerl.rollout import Rollout, in_thread
+from corerl.rollout import Failure, Rollout, in_thread
 from corerl_testing import Generate
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
@@ -64,6 +64,7 @@ def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:
 
 
 Play = Callable[..., Rollout]
+Fails = Callable[..., Failure]
 
 
 def assert_equal(one: Rollout, other: Rollout, *, but: Sequence[str] = ()) -> None:

@@ -17,7 +17,7 @@ from corerl_agents.commands import command_of
 from corerl_agents.episodes import Episode
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.clients import post
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Fails, Oracle, Play, assert_equal, engines
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.rollout.samplers import prompt_sampler
@@ -131,7 +131,7 @@ def test_an_episode_that_fails_keeps_the_rows_of_its_roles(play: Play) -> None:
     assert silent.batch.row_columns["role"].tolist() == ["white"] * 2 and not silent.batch.columns["loss_mask"].any()
 
 
-def test_the_url_of_the_episode_belongs_to_no_role(play: Play) -> None:
+def test_the_url_of_the_episode_belongs_to_no_role(failure: Fails) -> None:
     said: list[tuple[int, Any]] = []
 
     def forgets(episode: Episode) -> dict[str, float]:
@@ -140,18 +140,16 @@ def test_the_url_of_the_episode_belongs_to_no_role(play: Play) -> None:
         episode.chat(episode.messages)
         return good
 
-    outcomes = play(forgets, roles=ROLES, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcomes[0], Failure)
     how = "to the URL of one of white, black: episode.role('white'), or {base_url_white}"
-    assert f"the episode has roles (samplers.episodes.roles); send requests {how}" in outcomes[0].message
+    asked = failure(forgets, roles=ROLES).message
+    assert f"the episode has roles (samplers.episodes.roles); send requests {how}" in asked
     ((status, answer),) = said
     assert status == 400 and f"post rewards {how}" in answer["error"]["message"]
 
-    unknown = play(lambda episode: episode.role("wite"), roles=ROLES, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(unknown[0], Failure)
-    assert "no role 'wite'; roles are white, black; did you mean 'white'" in unknown[0].message
-    without = play(lambda episode: episode.role("white"), samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(without[0], Failure) and "no role 'white'; set samplers.episodes.roles" in without[0].message
+    unknown = failure(lambda episode: episode.role("wite"), roles=ROLES).message
+    assert "no role 'wite'; roles are white, black; did you mean 'white'" in unknown
+    without = failure(lambda episode: episode.role("white")).message
+    assert "no role 'white'; set samplers.episodes.roles" in without
 
 
 AGENT = """

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,9 @@ from corerl.engines import CacheUse, GenerateRequest, Generation, Stops
 from corerl.errors import EngineFailed
 from corerl.models import load_tokenizer
 from corerl.rollout import EventLoop, Failure, Rollout, Sampler
-from corerl_agents.chat_server import ChatServer
-from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.episodes import Episode
 from corerl_testing import in_parts, until_stop
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines, with_experts
-from plugins.agents.tests.samplers import episode_sampler
 from tests.machine import paced
 from tests.rollout.samplers import prompt_sampler
 
@@ -71,31 +69,24 @@ def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loo
     assert ours.decode(asked.batch.tokens[:5]).startswith("21>5>")
 
 
-def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, front: ChatServer) -> None:
+def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, sampler: Callable[..., Sampler]) -> None:
     begun: list[int] = []
 
     def noted(episode: Episode) -> None:
         begun.append(episode.prompt.index)
         single(episode)
 
-    sampler = episode_sampler(
-        tokenizer=TOKENIZER,
-        generate=engines(Oracle()),
-        seed=7,
-        function=EpisodeFunction(name="mine:play", function=noted),
-        server=front,
-        config=EpisodesConfig(concurrency=1),
-    )
+    one = sampler(noted, concurrency=1)
 
     async def side_by_side() -> None:
-        each = (sampler.sample([prompt], rollout_step=5, samples=3, params=PARAMS) for prompt in PROMPTS)
+        each = (one.sample([prompt], rollout_step=5, samples=3, params=PARAMS) for prompt in PROMPTS)
         await asyncio.gather(*each)
 
     loop.run(side_by_side())
     assert begun == [40, 40, 40, 8, 8, 8]
 
 
-def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play, loop: EventLoop, front: ChatServer) -> None:
+def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play) -> None:
     playing, most = 0, 0
 
     async def counted(episode: Episode) -> None:
@@ -108,16 +99,7 @@ def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play, loop: E
     async def cache_use() -> dict[str, CacheUse]:
         return {"engine-0": CacheUse(capacity=41, tokens=0, retracted=0)}  # of two rows of 4 + 12 tokens, and some more
 
-    sampler = episode_sampler(
-        tokenizer=TOKENIZER,
-        generate=engines(Oracle()),
-        seed=7,
-        function=EpisodeFunction(name="mine:play", function=counted),
-        server=front,
-        config=EpisodesConfig(concurrency="auto"),
-        cache_use=cache_use,
-    )
-    assert_equal(drawn(loop, sampler), play(single))
+    assert_equal(play(counted, concurrency="auto", cache_use=cache_use), play(single))
     assert most == 2
 
 
@@ -132,7 +114,7 @@ def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
     reference = play(two_turns, generate=together)
     assert_equal(play(slow), reference)
     told: list[tuple[int, int]] = []
-    one_by_one = play(two_turns, generate=alone, concurrency=1, told=lambda done, of: told.append((done, of)))
+    one_by_one = play(two_turns, generate=alone, concurrency=1, on_progress=lambda done, of: told.append((done, of)))
     assert_equal(one_by_one, reference)
     assert told == [(done, 8) for done in range(9)]
     assert [len(request) for request in alone.requests] == [1] * 16

@@ -11,12 +11,10 @@ from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError
 from corerl.models import end_tokens, load_tokenizer
-from corerl.rollout import EventLoop
-from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.episodes import Episode
 from corerl_agents.script import _generated, byte_tokenizer, scripted
-from plugins.agents.tests.samplers import episode_sampler
+from plugins.agents.tests.oracle import Play
 from tests.rollout.samplers import prompt_sampler
 
 PROMPT = Prompt(index=0, text="2+3=", answer="5")
@@ -92,7 +90,7 @@ def talk(episode: Episode) -> list[Any]:
     return heard
 
 
-def test_a_scripted_function_gets_what_a_run_gives() -> None:
+def test_a_scripted_function_gets_what_a_run_gives(play: Play) -> None:
     answers = [CALL, "It is five", "It is 5", "x" * 99]
     rollout, options = RolloutConfig(max_tokens=150), EpisodesConfig(max_rows=1)
     with scripted(PROMPT, answers, rollout=rollout, options=options) as script:
@@ -104,20 +102,12 @@ def test_a_scripted_function_gets_what_a_run_gives() -> None:
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
         return _generated(next(left), request, tokenizer)
 
-    loop = EventLoop("tested")
-    front = ChatServer(loop, temperature=1.0, top_p=1.0)
-    sampler = episode_sampler(
-        tokenizer=tokenizer,
-        generate=generate,
-        seed=0,
-        function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
-        server=front,
-        config=options,
-    )
+    def mine(episode: Episode) -> None:
+        in_run.extend(talk(episode))
+
     params = SamplingParams(max_tokens=150, stop_tokens=(256,))
-    batch = loop.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).batch
-    front.close()
-    loop.close()
+    how = {"tokenizer": tokenizer, "generate": generate, "prompts": [PROMPT], "samples": 1, "params": params}
+    batch = play(mine, max_rows=1, **how).batch
     assert heard == in_run
     outcomes = [said["code"] if "code" in said else said["choices"][0]["finish_reason"] for said in heard]
     assert outcomes == [

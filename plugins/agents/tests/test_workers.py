@@ -25,7 +25,7 @@ from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode
 from corerl_agents.workers import Gone, LocalProcess, PlayedByWorkers
 from plugins.agents.tests import worker_functions
-from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
+from plugins.agents.tests.oracle import PROMPTS, Fails, Play, assert_equal
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -104,10 +104,9 @@ def test_episodes_are_played_where_the_limit_cannot_be_raised(
     assert asked == [(FILES, resource.RLIM_INFINITY)]
 
 
-def test_a_refusal_is_that_of_the_driver(play: Play, start: Start) -> None:
-    (here,) = play(worker_functions.refused, samples=1, prompts=PROMPTS[:1]).outcomes
-    (there,) = play(start("refused", 1), samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(here, Failure) and isinstance(there, Failure) and there.kind == here.kind == "raised"
+def test_a_refusal_is_that_of_the_driver(failure: Fails, start: Start) -> None:
+    here, there = failure(worker_functions.refused), failure(start("refused", 1))
+    assert there.kind == here.kind == "raised"
     assert there.message == here.message.replace("mine:play", f"{HERE}:refused")
 
 
