@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from corerl.rollout import EventLoop, in_thread
+from corerl.rollout import EventLoop
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
@@ -102,8 +102,6 @@ def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
         asked: dict[str, Any] = {"model": "policy", "messages": [USER], "stream": True}
         text, usage = ours.chat.completions.create(**asked, stream_options={"include_usage": True})
         (calls,) = ours.chat.completions.create(**asked, tools=TOOLS, extra_body={"return_token_ids": True})
-        with ours.chat.completions.stream(model="policy", messages=[USER], tools=TOOLS) as stream:
-            whole = stream.get_final_completion()
     first = text.choices[0]
     assert (text.object, first.delta.content, first.finish_reason) == ("chat.completion.chunk", "hi ü", "stop")
     assert text.usage is None and usage.choices == [] and usage.id == text.id
@@ -112,7 +110,6 @@ def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
     assert delta["tool_calls"] == [{"index": index, **call} for index, call in enumerate(CALLS)]
     assert calls.choices[0].finish_reason == "tool_calls" and calls.choices[0].to_dict()["token_ids"] == [3, 4, 2]
     assert calls.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8]
-    assert [call.id for call in whole.choices[0].message.tool_calls or []] == [call["id"] for call in CALLS]
 
 
 def test_a_call_without_http_says_the_same(front: ChatServer) -> None:
@@ -175,20 +172,6 @@ def test_it_serves_this_machine_alone_until_closed(loop: EventLoop, capfd: pytes
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", urlsplit(url).port or 0), timeout=paced(20))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    asked, answer = threading.Event(), threading.Event()
-
-    async def slow(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
-        asked.set()
-        await in_thread(answer.wait, name="slow")
-        return await Desk()(request, on_piece)
-
-    slow_url = made.open(slow)
-    gone = connected(slow_url)
-    gone.request("POST", urlsplit(slow_url).path + "/chat/completions", json.dumps({"messages": [USER]}))
-    assert asked.wait(paced(20))
-    gone.close()  # a client that waits no longer, which harms nobody
-    answer.set()
-    assert sent(connection, url + "/chat/completions", {"messages": [USER]})[0] == 200
     made.close()
     made.close()
     connection.close()
@@ -209,7 +192,7 @@ def test_it_serves_this_machine_alone_until_closed(loop: EventLoop, capfd: pytes
     left.close()
 
 
-def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer) -> None:
+def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer, capfd: pytest.CaptureFixture[str]) -> None:
     begun, gone = threading.Event(), threading.Event()
 
     async def answering(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
@@ -228,4 +211,6 @@ def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer) -> Non
     assert post(f"{url}/models", None, "GET")[0] == 200 and not gone.is_set()
     connection.close()
     assert gone.wait(paced(20))
+    assert post(f"{url}/models", None, "GET")[0] == 200
     front.shut(url)
+    assert capfd.readouterr() == ("", "")

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from attrs import evolve
 
@@ -105,14 +104,3 @@ def test_episodes_of_mini_swe_agent_are_trained_on(dialect: str, tmp_path: Path)
         assert line["reward/submitted"] == 1.0 and line["rollout/reward"] == line["reward/right"] + 1.0
         assert line["rollout/logprob_diff"] < 1e-4 and "rollout/failed" not in line
         assert 0 < line["reward/right"] < 1 and line["train/grad_norm"] > 0
-    tokenizer = byte_tokenizer()
-    for step in range(2):
-        batch = np.load(tmp_path / "run" / "rollouts" / f"step-{step:08d}.npz", allow_pickle=False)
-        rewards = batch["rewards"]
-        for row, (low, high) in enumerate(zip(batch["offsets"][:-1], batch["offsets"][1:], strict=True)):
-            tokens, mask = batch["tokens"][low:high], batch["columns/loss_mask"][low:high]
-            first, second, _ = tokenizer.decode(tokens[mask]).split("<|end|>")
-            a, b, found = map(int, re.findall(r"\d+", first + second.rpartition("echo")[2]))
-            assert first == bash(f"echo $(({a} + {b}))") and second == bash(f"echo {DONE}; echo {found}")
-            asked = re.findall(r"user: (\d)\+(\d)=", tokenizer.decode(tokens))[0]
-            assert found == a + b and rewards[row] == 1.0 + (found == sum(map(int, asked)))
