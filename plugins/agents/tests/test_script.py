@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,11 @@ from corerl.config import ModelConfig, RolloutConfig
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError
-from corerl.models import end_tokens, load_tokenizer
+from corerl.models import load_tokenizer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode
 from corerl_agents.script import _generated, byte_tokenizer, scripted
 from plugins.agents.tests.oracle import Play
-from tests.rollout.samplers import prompt_sampler
 
 PROMPT = Prompt(index=0, text="2+3=", answer="5")
 
@@ -124,7 +122,7 @@ def test_a_scripted_function_gets_what_a_run_gives(play: Play) -> None:
 
 
 @pytest.mark.parametrize(("special_tokens", "text"), [(False, "2+3=5"), (True, "<think>2+3=<think>5")])
-def test_the_reward_gets_special_tokens_as_in_a_run(tmp_path: Path, special_tokens: bool, text: str) -> None:
+def test_the_reward_gets_special_tokens_where_it_wants_them(tmp_path: Path, special_tokens: bool, text: str) -> None:
     tokenizer = load_tokenizer(tokenizer="characters:0123456789+=", path="")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
     tokenizer.save_pretrained(tmp_path)
@@ -133,10 +131,3 @@ def test_the_reward_gets_special_tokens_as_in_a_run(tmp_path: Path, special_toke
         assert script.text == ""
         said = script.episode.chat(script.episode.messages)["message"]["content"]
         assert (said, script.text) == ("2+3=5", text)
-
-    async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        return _generated("<think>2+3=<think>5", request, tokenizer)
-
-    sampler = prompt_sampler(tokenizer=tokenizer, generate=generate, seed=0, special_tokens=special_tokens)
-    params = SamplingParams(max_tokens=50, stop_tokens=tuple(end_tokens(tokenizer, model)))
-    assert asyncio.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).texts == [text]
