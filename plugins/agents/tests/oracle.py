@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,17 @@ def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:
 
 Play = Callable[..., Rollout]
 Fails = Callable[..., Failure]
+
+
+def parts_of(rollout: Rollout) -> list[list[tuple[list[int], bool]]]:
+    """The stretches of tokens of each row, and whether they are trained on."""
+    batch, found = rollout.batch, []
+    for low, high in itertools.pairwise(batch.offsets.tolist()):
+        mask = batch.columns["loss_mask"][low:high]
+        cuts = np.flatnonzero(np.diff(mask)) + 1
+        stretches = zip(np.split(batch.tokens[low:high], cuts), np.split(mask, cuts), strict=True)
+        found.append([(tokens.tolist(), bool(own[0])) for tokens, own in stretches])
+    return found
 
 
 def assert_equal(one: Rollout, other: Rollout, *, but: Sequence[str] = ()) -> None:

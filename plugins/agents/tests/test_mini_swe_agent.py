@@ -1,5 +1,4 @@
-"""mini-swe-agent, which brings dependencies of its own, plays episodes as it comes from PyPI, in three dialects: with
-scripted answers, and in a run that trains on them."""
+"""mini-swe-agent, which brings dependencies of its own, plays a run's episodes as it is on PyPI, in three dialects."""
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.data import Prompt
 from corerl_agents.episodes import Episode
-from corerl_agents.script import byte_tokenizer, scripted
+from corerl_agents.script import byte_tokenizer
 from corerl_transformers.spec import SPEC as TRANSFORMERS
 from plugins.agents.tests.scripted_engine import ScriptedEngine, run
 from tests.end_to_end.command import metrics
@@ -53,21 +51,6 @@ def play(episode: Episode, dialect: str) -> dict[str, Any]:
     agent = DefaultAgent(model, LocalEnvironment(), **templates, step_limit=5)
     ended: dict[str, Any] = agent.run(episode.prompt.text)
     return ended
-
-
-@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
-def test_mini_swe_agent_plays_one_row(dialect: str) -> None:
-    answers = [bash("echo $((2 + 3))"), bash(f"echo {DONE}; echo 5")]
-    with scripted(Prompt(index=0, text="What is 2 + 3?", answer="5"), answers) as script:
-        assert play(script.episode, dialect) == {"exit_status": "Submitted", "submission": "5\n"}
-        (row,) = script.rows
-    assert [text for text, trained in row if trained] == [f"{answer}<|end|>" for answer in answers]
-    results = row[2][0]
-    assert results.startswith("\ntool: ") and "<returncode>0</returncode>\n<output>\n5\n</output>" in results
-    assert [[tool["function"]["name"] for tool in request.tools] for request in script.requests] == [["bash"]] * 2
-
-
-# ---- trained on ------------------------------------------------------------------------------------------------------
 
 
 def reply(text: str, key: int) -> str:

@@ -20,7 +20,18 @@ from corerl.models import load_tokenizer
 from corerl.rollout import EventLoop, Failure, Rollout, Sampler
 from corerl_agents.episodes import Episode
 from corerl_testing import in_parts, until_stop
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines, with_experts
+from plugins.agents.tests.oracle import (
+    PARAMS,
+    PROMPTS,
+    TOKENIZER,
+    Oracle,
+    Play,
+    assert_equal,
+    engines,
+    parts_of,
+    with_experts,
+)
+from plugins.agents.tests.worker_functions import two_turns
 from tests.machine import paced
 from tests.rollout.samplers import prompt_sampler
 
@@ -34,13 +45,6 @@ WANTED = "wanted a finite number, numbers by name, one for each turn, or None,"
 
 def single(episode: Episode) -> None:
     episode.chat(episode.messages)
-
-
-def two_turns(episode: Episode) -> float:
-    messages = episode.messages
-    call = episode.chat(messages, max_tokens=3)
-    messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
-    return float(len(episode.chat(messages)["message"]["content"]))
 
 
 def test_an_episode_of_one_request_equals_a_plain_sample(play: Play, loop: EventLoop) -> None:
@@ -126,7 +130,7 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     rollout = play(two_turns)
     plain = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
     keys = plain.request(PROMPTS, rollout_step=5, samples=4, params=PARAMS).noise_keys
-    for row, tokens in enumerate(np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])):
+    for row, parts in enumerate(parts_of(rollout)):
         group = row // 4
         prompt = TOKENIZER.encode(PROMPTS[group].text)
 
@@ -143,17 +147,18 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
         first = say(0, 3)
         tool = TOKENIZER.encode(("9>", "77>")[group])[1:]
         second = say(len(first) + len(tool), 12)
-        assert tokens.tolist() == [*prompt, *first, *tool, *second]
-        low, high = rollout.batch.offsets[row : row + 2]
-        sampled = np.repeat([False, True, False, True], list(map(len, (prompt, first, tool, second))))
-        np.testing.assert_array_equal(rollout.batch.columns["loss_mask"][low:high], sampled)
-        columns, rows = rollout.batch.columns, rollout.batch.row_columns
-        np.testing.assert_array_equal(columns["rollout_logprobs"][low:high], np.where(sampled, -tokens, 0))
-        np.testing.assert_array_equal(columns["versions"][low:high], np.where(sampled, 3, 0))
-        assert rows["prompt_length"][row] == len(prompt) and rows["span"][row] == len(tokens) - len(prompt)
-        assert rows["response_length"][row] == len(first) + len(second)
-        assert rows["truncated"][row] == (second[-1] != 2)
-    assert rollout.batch.row_columns["turns"].tolist() == [2] * 8
+        assert parts == [(prompt, False), (first, True), (tool, False), (second, True)]
+        wanted = {
+            "prompt_length": len(prompt),
+            "span": len(first) + len(tool) + len(second),
+            "response_length": len(first) + len(second),
+            "truncated": second[-1] != 2,
+            "turns": 2,
+        }
+        assert {name: rollout.batch.row_columns[name][row] for name in wanted} == wanted
+    columns, mask = rollout.batch.columns, rollout.batch.columns["loss_mask"]
+    np.testing.assert_array_equal(columns["rollout_logprobs"], np.where(mask, -rollout.batch.tokens, 0))
+    np.testing.assert_array_equal(columns["versions"], np.where(mask, 3, 0))
 
 
 def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
@@ -318,12 +323,7 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
         samples=16,
         params=evolve(PARAMS, max_tokens=60),
     )
-    sampled: list[str] = []
-    batch = rollout.batch
-    rows, masks = (np.split(each, batch.offsets[1:-1]) for each in (batch.tokens, batch.columns["loss_mask"]))
-    for row, mask in zip(rows, masks, strict=True):
-        cuts = np.flatnonzero(np.diff(mask)) + 1
-        sampled += [TOKENIZER.decode(part) for part in np.split(row, cuts)[1::2]]
+    sampled = [TOKENIZER.decode(tokens) for row in parts_of(rollout) for tokens, trained in row if trained]
     said = [text.removesuffix("<eos>") for text in sampled]
     assert sorted(contents) == sorted(text[:-2] if text[-2:] in stop else text for text in said)
     assert not any(each in text[:-1] for each in stop for text in said)

@@ -66,13 +66,6 @@ def test_workers_play_as_the_driver_does(play: Play, start: Start) -> None:
     assert there.outcomes == here.outcomes and all(isinstance(each, float) for each in here.outcomes)
 
 
-def test_a_worker_asks_side_by_side(play: Play, start: Start) -> None:
-    """The noise of requests side by side depends on whether one is answered before another one comes."""
-    there = play(start("side_by_side", 2))
-    assert there.batch.row_columns["episode"].tolist() == [each for each in range(8) for _ in range(2)]
-    assert all(isinstance(each, float) for each in there.outcomes)
-
-
 def test_a_worker_imports_what_its_function_needs_alone(play: Play, start: Start) -> None:
     assert play(start("heavy", 1), samples=1).outcomes == [0.0, 0.0]
 
