@@ -46,7 +46,7 @@ class Desk:
             finish_reason="tool_calls" if request.tools else "stop",
             prompt_token_ids=np.array([7, 8, 9, 7, 8]),
             token_ids=np.array([3, 4, 2]),
-            tokens=["hi", "ü", "<eos>"],
+            tokens=["hi", "ü", "\ufffd"],
             logprobs=[-1.0, -0.5, 0.0],
         )
 
@@ -89,8 +89,9 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     assert (choice.message.role, choice.message.content, choice.message.tool_calls) == ("assistant", "hi ü", None)
     assert (choice.index, choice.finish_reason) == (0, "stop")
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    second = choice.logprobs.content[1].to_dict()
-    assert second == {"token": "ü", "logprob": -0.5, "bytes": [195, 188], "top_logprobs": []}
+    _, second, third = choice.logprobs.content
+    assert second.to_dict() == {"token": "ü", "logprob": -0.5, "bytes": [195, 188], "top_logprobs": []}
+    assert third.bytes is None  # of a token that ends within a character
     assert answer.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8] and choice.to_dict()["token_ids"] == [3, 4, 2]
     (request,) = desk.requests
     assert (request.max_tokens, list(request.stop), list(request.messages)) == (7, ["x"], [USER])

@@ -11,14 +11,14 @@ from corerl.engines import SamplingParams, Stops
 from corerl.models import special_tokens as special_tokens_of
 from corerl.rollout import OPENING, TAGS, Openings
 from corerl.types import IntArray
+from corerl_agents.chat_requests import UNFINISHED
 from corerl_agents.conversation import Answer, Conversation, RenderedRequest
-from corerl_agents.texts import bounds, split
+from corerl_agents.texts import FollowingTexts, bounds, split
 from corerl_agents.tool_calls import Answered, Reader, as_sent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # as tokens are decoded that end within a character
 HEADERS = ("<|channel|>", "<|start|>assistant")  # with which gpt-oss begins a message; they are no text
 
 
@@ -40,6 +40,7 @@ class AnswerReader:
         self._separate_reasoning = separate_reasoning
         self._openings = Openings(tokenizer)
         self._stops = functools.cache(functools.partial(Stops, tokenizer))  # looks through the vocabulary
+        self._text_of = functools.cache(FollowingTexts(tokenizer).token)
         # The headers of gpt-oss's messages have a word that is no special token.
         names = sorted(map(re.escape, special_tokens_of(tokenizer).values()), key=len, reverse=True)
         self._special = re.compile("|".join([r"(?:<\|start\|>assistant)?<\|channel\|>\w+<\|message\|>", *names]))
@@ -102,6 +103,10 @@ class AnswerReader:
         reasoning, text = (self._special.sub("", part).rstrip() for part in found)
         # Of an answer without calls the content is decoded without special tokens, not rid of them.
         return reasoning, text if reasoning else _shared(text, content.rstrip(UNFINISHED))
+
+    def texts(self, tokens: IntArray) -> list[str]:
+        """[m] each token as text by itself."""
+        return [self._text_of(token) for token in tokens.tolist()]
 
     def stopped(self, tokens: IntArray, texts: Sequence[str]) -> str:
         """Which of these stop texts has ended an answer; "" if none has."""

@@ -295,15 +295,11 @@ class EpisodeRunner:
             stopped=self._answers.stopped(generation.tokens, chat.stop),
             prompt_token_ids=turn.request.tokens,
             token_ids=generation.tokens,
-            tokens=self._texts(generation.tokens) if chat.logprobs else (),
+            tokens=self._answers.texts(generation.tokens) if chat.logprobs else (),
             logprobs=generation.logprobs.tolist() if chat.logprobs else (),
             versions=generation.versions,
             routed_experts=generation.routed_experts,
         )
-
-    def _texts(self, tokens: IntArray) -> list[str]:
-        """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
-        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
 
     def _turn(
         self, state: EpisodeState, generate: Generate, chat: ChatRequest, pictures: Mapping[str, Picture]

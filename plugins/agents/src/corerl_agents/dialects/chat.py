@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
+from corerl_agents.chat_requests import UNFINISHED, ChatAnswer, ChatRequest, Piece
 from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, Dialect, event, new, openai_error
 from corerl_agents.fields import (
     COUNT,
@@ -176,7 +176,7 @@ def completion(answer: ChatAnswer, request: ChatRequest, number: int) -> dict[st
                 "index": 0,
                 "message": message,
                 "finish_reason": answer.finish_reason,
-                "logprobs": {"content": _logprobs(answer)} if request.logprobs else None,
+                "logprobs": {"content": logprobs_of(answer)} if request.logprobs else None,
                 **({"token_ids": answer.token_ids.tolist()} if request.token_ids else {}),
             }
         ],
@@ -185,11 +185,13 @@ def completion(answer: ChatAnswer, request: ChatRequest, number: int) -> dict[st
     }
 
 
-def _logprobs(answer: ChatAnswer) -> list[dict[str, Any]]:
-    return [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
-    ]
+def logprobs_of(answer: ChatAnswer) -> list[dict[str, Any]]:
+    """As OpenAI writes them. A token that ends within a character has no bytes: its text does not say which."""
+    found = []
+    for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
+        known = None if UNFINISHED in token else list(token.encode())
+        found.append({"token": token, "logprob": logprob, "bytes": known, "top_logprobs": []})
+    return found
 
 
 class Chunks:

@@ -19,6 +19,7 @@ from corerl_agents.dialects.base import (
     new,
     openai_error,
 )
+from corerl_agents.dialects.chat import logprobs_of
 from corerl_agents.fields import (
     COUNT,
     NOBODYS,
@@ -268,11 +269,7 @@ def _items(answer: ChatAnswer, number: int) -> Iterator[dict[str, Any]]:
     if answer.reasoning:
         yield _reasoning(number, [{"type": "reasoning_text", "text": answer.reasoning}])
     if answer.text or not (answer.reasoning or answer.tool_calls):
-        logprobs = [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
-        ]
-        yield _said(number, [_text(answer.text, logprobs)], cut=answer.finish_reason == "length")
+        yield _said(number, [_text(answer.text, logprobs_of(answer))], cut=answer.finish_reason == "length")
     for index, call in enumerate(answer.tool_calls):
         function = call["function"]
         yield {
