@@ -15,8 +15,8 @@ from corerl_agents.dialects.base import (
     OTHER_TOOLS,
     THINKS,
     Dialect,
+    Sent,
     event,
-    new,
     openai_error,
 )
 from corerl_agents.dialects.chat import logprobs_of
@@ -307,7 +307,7 @@ class Events:
         self._sequence = 0  # the next event's number
         self._index = -1  # the last item's number
         self._open = ""  # the type of the item that is open
-        self._sent = {"reasoning": "", "message": ""}
+        self._sent = Sent("reasoning", "message")
 
     def piece(self, piece: Piece) -> bytes:
         return self._texts(piece.reasoning, piece.text)
@@ -326,12 +326,9 @@ class Events:
     def _texts(self, reasoning: str, text: str) -> bytes:
         """What is new of each text, in an item of its type."""
         events = b""
-        for kind, whole in (("reasoning", reasoning), ("message", text)):
-            if not (delta := new(whole, self._sent[kind])):
-                continue
+        for kind, delta in self._sent.news(reasoning, text):
             if self._open != kind:
                 events += self._stop() + self._start(kind)
-            self._sent[kind] += delta
             logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             events += self._of_text("delta", delta=delta, **logprobs)
         return events
@@ -352,7 +349,7 @@ class Events:
         if not self._open:
             return b""
         kind = self._open
-        item = item or self._item(kind, [self._part(kind, self._sent[kind])])
+        item = item or self._item(kind, [self._part(kind, self._sent.texts[kind])])
         (part,) = item["content"]
         known = {"text": part["text"], **({"logprobs": part["logprobs"]} if kind == "message" else {})}
         done = self._of_text("done", **known) + self._of_item("response.content_part.done", part=part)
