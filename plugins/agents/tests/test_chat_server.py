@@ -113,13 +113,10 @@ def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
     assert calls.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8]
 
 
-def test_a_call_without_http_says_the_same(front: ChatServer) -> None:
+def test_a_call_without_http_is_a_clients(front: ChatServer) -> None:
     desk, refusals = Desk(), list[str]()
     url = front.open(desk, refusals.append)
-    for body in ({"messages": [USER], "logprobs": True, "tools": TOOLS}, {"messages": [USER], "n": 2}, {"messages": 1}):
-        short, long = front.ask(url, body).result(), post(f"{url}/chat/completions", body)[1]
-        assert {**short, "id": "", "created": 0} == {**long, "id": "", "created": 0}
-    assert refusals[0] == refusals[1] and refusals[2] == refusals[3] and len(refusals) == 4
+    assert front.ask(url, {"messages": [USER], "n": 2}).result()["error"]["message"] == refusals[0]
     messages = [dict(USER)]
     said = front.ask(url, {"messages": messages, "tools": TOOLS}).result()
     messages[0]["content"] = said["choices"][0]["message"]["tool_calls"][0]["id"] = "other"

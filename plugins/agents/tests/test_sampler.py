@@ -212,11 +212,10 @@ def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
     assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
 
 
-def test_async_functions_share_a_loop_and_a_time_limit(play: Play) -> None:
-    loops, ended = set(), []
+def test_async_functions_are_cancelled_at_their_time_limit(play: Play) -> None:
+    ended = []
 
     async def later(episode: Episode) -> float:
-        loops.add(asyncio.get_running_loop())
         await episode.chat_async(episode.messages)
         if episode.prompt.index == 8:
             try:
@@ -232,7 +231,7 @@ def test_async_functions_share_a_loop_and_a_time_limit(play: Play) -> None:
     deadline = time.monotonic() + paced(20)
     while len(ended) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(ended) == 4 and len(loops) == 1
+    assert len(ended) == 4
 
 
 def test_a_first_request_without_room_fails_its_episode_alone(play: Play) -> None:

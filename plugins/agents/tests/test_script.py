@@ -8,7 +8,6 @@ import pytest
 from corerl.config import ModelConfig, RolloutConfig
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
-from corerl.errors import ConfigError
 from corerl.models import load_tokenizer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode
@@ -27,14 +26,6 @@ def test_a_script_answers_and_records_requests_in_turn() -> None:
         with pytest.raises(RuntimeError, match="the script has only 2 answers, but one more was requested"):
             script.episode.chat([*messages, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}])
     assert script.asked[:2] == [["2+3="], ["2+3=", "one", "and?"]]
-
-
-def test_a_script_whose_options_are_wrong_says_so() -> None:
-    with (
-        pytest.raises(ConfigError, match=r"tool_calls: unknown format 'hermess'.*did you mean 'hermes'"),
-        scripted(PROMPT, [], options=EpisodesConfig(tool_calls="hermess")),
-    ):
-        raise AssertionError("an episode has begun")
 
 
 WHOLE = "I look.\nObservation: x"
