@@ -61,6 +61,8 @@ def test_an_only_text_is_written_alone_and_others_as_json() -> None:
     assert several.read('{"x": 1}') == {"x": 1} and several.read("left") is None and several.read("[1]") is None
     assert several.read("[" * 5000) is None
     assert '"required": ["x"]' in several.instruction
+    defined = Actions(schema={"properties": {"x": {"$ref": "#/$defs/Way"}}, "$defs": {"Way": {"enum": ["left"]}}})
+    assert defined.instruction.endswith('"$defs": {"Way": {"enum": ["left"]}}}')
     assert shown({"text": "Hi", "metadata": {"seed": 1}}) == "Hi" and shown({"x": 1, "y": 2}) == '{"x": 1, "y": 2}'
 
 

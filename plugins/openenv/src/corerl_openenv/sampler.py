@@ -41,8 +41,9 @@ class Actions:
     def instruction(self) -> str:
         if self.only_text:
             return f"{ACT} the {self.only_text} of your action alone."
-        shown = json.dumps({"properties": self.fields, "required": self.schema.get("required", [])})
-        return f"{ACT} your action, a JSON object of this schema: {shown}"
+        shown = {"properties": self.fields, "required": self.schema.get("required", [])}
+        shown |= {"$defs": self.schema["$defs"]} if "$defs" in self.schema else {}  # to which fields may refer
+        return f"{ACT} your action, a JSON object of this schema: {json.dumps(shown)}"
 
     def read(self, text: str) -> dict[str, Any] | None:
         """The action of an answer; None if it is none."""
