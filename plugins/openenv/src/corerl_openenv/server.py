@@ -67,7 +67,7 @@ class Server:
 def schema_of(url: str) -> dict[str, Any]:
     """The JSON schema of the environment's actions. Raises OSError where nothing answers."""
     # No proxy is between this machine and itself; openenv's client asks none for it either.
-    proxies = {} if urlsplit(url).hostname in LOOPBACK else None
+    proxies: dict[str, str] | None = {} if urlsplit(url).hostname in LOOPBACK else None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
     with opener.open(f"{url}/schema", timeout=10) as answer:
         schema: dict[str, Any] = json.load(answer)["action"]
