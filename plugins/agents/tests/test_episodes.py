@@ -56,6 +56,14 @@ def test_an_episode_returns_parts_or_rewards_of_turns() -> None:
     assert returned([0.1, 0.1]) == Judged(reward=2 * third, turns=(third, third))
 
 
+def test_what_a_function_makes_of_its_messages_stays_its_own() -> None:
+    chat = ({"role": "user", "content": [{"type": "text", "text": "q"}]},)
+    prompt = Prompt(index=0, text="q", answer="", messages=chat)
+    episode = Episode(prompt=prompt, base_url="", server=None)  # type: ignore[arg-type]
+    episode.messages[0]["content"].append({"type": "image"})
+    assert episode.messages == [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+
+
 def test_an_async_function_that_exits_fails_its_episode_alone() -> None:
     ended, loops = asyncio.Event(), set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import threading
@@ -69,9 +70,9 @@ class Episode:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The prompt as chat messages; a text becomes one user message. A new list, which you may append to."""
+        """The prompt as chat messages; a text becomes one user message. New ones, which you may change."""
         chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
-        return [dict(message) for message in chat]
+        return [copy.deepcopy(dict(message)) for message in chat]
 
     @staticmethod
     def picture(picture: bytes | str | Path) -> dict[str, Any]:
