@@ -22,11 +22,11 @@ from corerl.engines import GenerateRequest, Generation
 from corerl.models import load_tokenizer
 from corerl.rollout import Rollout, ScoredRollout
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import Episode
+from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.script import scripted
 from corerl_testing import exact_fraction, read_rollout, write_rollout
 from plugins.agents.tests.clients import connected, post
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, parts_of
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Fails, Oracle, Play, assert_equal, parts_of
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.machine import paced
@@ -202,6 +202,21 @@ def test_max_rows_bounds_the_rows_of_an_episode(play: Play) -> None:
     assert len(rollout.batch) == 1 and rollout.outcomes == [None]
     told.clear()
     assert len(play(many, samples=1, prompts=ONE, max_rows=3).batch) == 3 and len(told) == 1
+
+
+class Mine(EpisodeFunction):
+    section = "samplers.mine.episodes"
+
+
+def test_a_refusal_names_the_section_of_the_samplers_own_config(failure: Fails) -> None:
+    def changes(episode: Episode) -> None:
+        asking(episode, [], "21>")
+        asking(episode, [], "5>")
+
+    refused = failure(Mine(name="mine", function=changes), max_rows=1).message
+    assert "one more row than samplers.mine.episodes.max_rows=1; append" in refused
+    late = failure(Mine(name="mine", function=lambda episode: time.sleep(1)), timeout=0.1).message
+    assert "took longer than samplers.mine.episodes.timeout=0.1 seconds" in late
 
 
 def unreadable(text: str, tools: list[Any]) -> Any:

@@ -40,6 +40,7 @@ def options(**given: Any) -> OpenEnvConfig:
         ({"environment": "nobodys-env"}, "environment", "no module 'nobodys_env' is installed"),
         ({"reset": {"seed": 3}}, "reset.seed", "each prompt has a seed of its own"),
         ({"episodes": {"function": "a:b"}}, "episodes.function", "the environment plays the episodes"),
+        ({"episodes": {"tool_calls": "hrmes"}}, "episodes.tool_calls", "unknown format 'hrmes'; known: auto, none, "),
         ({"episodes": {"workers": 2}}, "episodes.workers", "the environment plays the episodes"),
     ],
 )

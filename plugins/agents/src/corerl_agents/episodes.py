@@ -127,7 +127,7 @@ class EpisodeFunction:
     """A user's function with its name in the config and its options."""
 
     setting: ClassVar[str] = "samplers.episodes.function"  # with the name
-    limit: ClassVar[str] = "samplers.episodes.timeout"
+    section: ClassVar[str] = "samplers.episodes"  # with the options of episodes
     name: str
     # (episode, **options) -> WANTED, or that of each role by name; or an awaitable of it
     function: Callable[..., Any]
@@ -176,7 +176,7 @@ class EpisodeFunction:
         """End what it has started, as the run ends."""
 
     def late(self, timeout: float, prompt: Prompt) -> Failure:
-        return self.failure("timeout", f"took longer than {self.limit}={timeout:g} seconds", prompt)
+        return self.failure("timeout", f"took longer than {self.section}.timeout={timeout:g} seconds", prompt)
 
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
         message = f"{self.setting} {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"

@@ -47,15 +47,17 @@ class Renderer:
         *,
         unshown_tools: bool = False,
         unread: str = "",
+        section: str = "samplers.episodes",
         pictures: PictureReader | None = None,
     ) -> None:
         """`options`: arguments of the chat template. `unshown_tools`: tools that the chat template does not show to the
-        model are noted, not refused. `unread`: what to note at the first request with tools. `pictures` reads those of
-        messages."""
+        model are noted, not refused. `unread`: what to note at the first request with tools. `section`: of the config,
+        with `tool_calls`. `pictures` reads those of messages."""
         self._tokenizer = tokenizer
         self._options = options or {}
         self._unshown_tools = unshown_tools
         self._unread = unread
+        self._section = section
         self._pictures = pictures
         self._openings = Openings(tokenizer)
         self._special_names = special_tokens_of(tokenizer)  # by id
@@ -190,7 +192,7 @@ class Renderer:
         if not self._unshown_tools:
             raise Refused(
                 f"tools: {what}; use a tokenizer (model.tokenizer) whose template does, or describe them in a message "
-                "and set samplers.episodes.tool_calls to how the model writes calls, or to 'none'"
+                f"and set {self._section}.tool_calls to how the model writes calls, or to 'none'"
             )
         _note_once(f"tools of a request: {what}, so it knows only what messages say of them")
 

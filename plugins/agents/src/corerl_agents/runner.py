@@ -116,7 +116,8 @@ class EpisodeRunner:
             tokenizer,
             template_options,
             unshown_tools=config.tool_calls != "auto",
-            unread=unread(config.tool_calls, calls, tokenizer),
+            unread=unread(config.tool_calls, calls, tokenizer, section=function.section),
+            section=function.section,
             pictures=pictures,
         )
         apart = config.reasoning == "separate"
@@ -386,9 +387,10 @@ class EpisodeRunner:
             return
         if root.begun >= self._most_rows:
             why = difference.text if difference else "messages: another request goes on from the same ones"
+            limit = f"{self._function.section}.max_rows={self._most_rows}"
             raise Refused(
-                f"{why}; this would begin one more row than samplers.episodes.max_rows={self._most_rows}; append "
-                "messages to those of an answer and change none, or raise it",
+                f"{why}; this would begin one more row than {limit}; append messages to those of an answer and change "
+                "none, or raise it",
                 code="too_many_rows",
             )
         # Few want this: a client that strips answers makes a row of every turn.

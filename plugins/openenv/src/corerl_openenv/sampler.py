@@ -68,7 +68,7 @@ class Play(EpisodeFunction):
     """In place of a user's function, with errors of its own name."""
 
     setting: ClassVar[str] = "samplers.openenv.environment"
-    limit: ClassVar[str] = "samplers.openenv.episodes.timeout"
+    section: ClassVar[str] = "samplers.openenv.episodes"
 
 
 @frozen(kw_only=True)

@@ -57,7 +57,7 @@ class Play(EpisodeFunction):
     """In place of a user's function: run the task of an episode's prompt."""
 
     setting: ClassVar[str] = "samplers.verifiers.environment"
-    limit: ClassVar[str] = "samplers.verifiers.episodes.timeout"
+    section: ClassVar[str] = "samplers.verifiers.episodes"
     env: vf.Env[Any]
     tasks: dict[str, vf.Task[Any, Any, Any]]
     serving: Serving
