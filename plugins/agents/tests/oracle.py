@@ -47,6 +47,18 @@ class Oracle:
         )
 
 
+def oracle_says(key: int, *, length: int = 0, limit: int = 12) -> list[int]:
+    """The answer of at most `limit` tokens to a row of this noise, whose response has `length` tokens so far."""
+    request = GenerateRequest(
+        tokens=np.zeros(0, np.int64),
+        offsets=np.zeros(2, np.int64),
+        noise_keys=np.array([key]),
+        params=evolve(PARAMS, max_tokens=limit),
+        response_lengths=np.array([length]),
+    )
+    return Oracle()(request).tokens.tolist()
+
+
 def with_experts(request: GenerateRequest) -> Generation:
     """The expert of a token is its place in the row; its own last one is unknown."""
     drawn = Oracle()(request)

@@ -17,7 +17,17 @@ from corerl_agents.commands import command_of
 from corerl_agents.episodes import Episode
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.clients import post
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Fails, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.oracle import (
+    PARAMS,
+    PROMPTS,
+    TOKENIZER,
+    Fails,
+    Oracle,
+    Play,
+    assert_equal,
+    engines,
+    oracle_says,
+)
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.rollout.samplers import prompt_sampler
@@ -46,8 +56,7 @@ def test_each_role_has_its_own_rows_noise_and_reward(play: Play) -> None:
         asked = TOKENIZER.encode(PROMPTS[number // 4].text)
         for place, first in enumerate(([*asked, 14], asked)):  # white is asked with one more character
             row = 2 * number + place
-            draws = [hash_key(hash_key(key, place), at) % 14 for at in range(2)]
-            answer = [draws[0] if draws[0] > 3 else 2, *[draw if draw > 3 else 2 for draw in draws[1:] if draws[0] > 3]]
+            answer = oracle_says(hash_key(key, place), limit=2)
             tokens = batch.tokens[batch.offsets[row] : batch.offsets[row + 1]].tolist()
             assert tokens[: len(first) + len(answer)] == [*first, *answer]
     lengths = [len(text) for text in rollout.texts]

@@ -28,6 +28,7 @@ from plugins.agents.tests.oracle import (
     Play,
     assert_equal,
     engines,
+    oracle_says,
     parts_of,
     with_experts,
 )
@@ -133,20 +134,9 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     for row, parts in enumerate(parts_of(rollout)):
         group = row // 4
         prompt = TOKENIZER.encode(PROMPTS[group].text)
-
-        def say(length: int, limit: int, key: int = int(keys[row])) -> list[int]:
-            request = GenerateRequest(
-                tokens=np.zeros(0, np.int64),
-                offsets=np.zeros(2, np.int64),
-                noise_keys=np.array([key]),
-                params=evolve(PARAMS, max_tokens=limit),
-                response_lengths=np.array([length]),
-            )
-            return Oracle()(request).tokens.tolist()
-
-        first = say(0, 3)
+        first = oracle_says(keys[row], limit=3)
         tool = TOKENIZER.encode(("9>", "77>")[group])[1:]
-        second = say(len(first) + len(tool), 12)
+        second = oracle_says(keys[row], length=len(first) + len(tool))
         assert parts == [(prompt, False), (first, True), (tool, False), (second, True)]
         wanted = {
             "prompt_length": len(prompt),
