@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,13 +10,15 @@ from typing import Any
 
 import numpy as np
 from attrs import evolve
+from transformers import PreTrainedTokenizerBase
 
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.models import load_tokenizer
 from corerl.ops import hash_key
-from corerl.rollout import Failure, Rollout, in_thread
+from corerl.rollout import Failure, PromptSampler, Rollout, in_thread
 from corerl_testing import Generate
+from tests.rollout.samplers import prompt_sampler
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
 PARAMS = SamplingParams(max_tokens=12, stop_tokens=(2,))
@@ -74,6 +77,22 @@ def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:
         return await in_thread(functools.partial(draw, request), name="engine")
 
     return generate
+
+
+def plain_sampler(tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> PromptSampler:
+    """One of single responses, with the noise of the episodes that are played here."""
+    return prompt_sampler(tokenizer=tokenizer, generate=engines(Oracle()), seed=7)
+
+
+def played_plainly(prompts: Sequence[Prompt] = PROMPTS, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> Rollout:
+    """The same as single responses, four of each prompt."""
+    return asyncio.run(plain_sampler(tokenizer).sample(prompts, rollout_step=5, samples=4, params=PARAMS))
+
+
+def noise_keys() -> list[int]:
+    """Of the episodes that are played here, four of each prompt."""
+    request = plain_sampler().request(PROMPTS, rollout_step=5, samples=4, params=PARAMS)
+    return [int(key) for key in request.noise_keys]
 
 
 Play = Callable[..., Rollout]

@@ -17,20 +17,9 @@ from corerl_agents.commands import command_of
 from corerl_agents.episodes import Episode
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.clients import post
-from plugins.agents.tests.oracle import (
-    PARAMS,
-    PROMPTS,
-    TOKENIZER,
-    Fails,
-    Oracle,
-    Play,
-    assert_equal,
-    engines,
-    oracle_says,
-)
+from plugins.agents.tests.oracle import PROMPTS, TOKENIZER, Fails, Play, assert_equal, noise_keys, oracle_says
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
-from tests.rollout.samplers import prompt_sampler
 
 ROLES = ("white", "black")
 white_twice_black_once = worker_functions.white_twice_black_once
@@ -49,10 +38,7 @@ def test_each_role_has_its_own_rows_noise_and_reward(play: Play) -> None:
     assert rows["sample"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert rows["episode"].tolist() == list(range(16))
     assert rows["turns"].tolist() == [2, 1] * 8 and rows["final"].all()
-    request = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7).request(
-        PROMPTS, rollout_step=5, samples=4, params=PARAMS
-    )
-    for number, key in enumerate(request.noise_keys.tolist()):
+    for number, key in enumerate(noise_keys()):
         asked = TOKENIZER.encode(PROMPTS[number // 4].text)
         for place, first in enumerate(([*asked, 14], asked)):  # white is asked with one more character
             row = 2 * number + place

@@ -27,19 +27,14 @@ from plugins.agents.tests.oracle import (
     Oracle,
     Play,
     assert_equal,
-    engines,
+    noise_keys,
     oracle_says,
     parts_of,
+    played_plainly,
     with_experts,
 )
 from plugins.agents.tests.worker_functions import two_turns
 from tests.machine import paced
-from tests.rollout.samplers import prompt_sampler
-
-
-def drawn(loop: EventLoop, sampler: Sampler, **arguments: Any) -> Rollout:
-    return loop.run(sampler.sample(PROMPTS, rollout_step=5, **{"samples": 4, "params": PARAMS, **arguments}))
-
 
 WANTED = "wanted a finite number, numbers by name, one for each turn, or None,"
 
@@ -48,14 +43,14 @@ def single(episode: Episode) -> None:
     episode.chat(episode.messages)
 
 
-def test_an_episode_of_one_request_equals_a_plain_sample(play: Play, loop: EventLoop) -> None:
+def test_an_episode_of_one_request_equals_a_plain_sample(play: Play) -> None:
     played = play(single)
-    assert_equal(played, drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
+    assert_equal(played, played_plainly())
     assert played.batch.row_columns["turns"].tolist() == [1] * 8
     assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
 
 
-def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loop: EventLoop) -> None:
+def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play) -> None:
     ours = load_tokenizer(tokenizer="characters:0123456789>s", path="")
     ours.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}{{ brief }}{% endif %}>"
     prompts = [
@@ -63,8 +58,7 @@ def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loo
         for prompt, options in zip(PROMPTS, [{"brief": "77"}, {}], strict=True)
     ]
     played = play(single, prompts=prompts, tokenizer=ours)
-    plain = prompt_sampler(tokenizer=ours, generate=engines(Oracle()), seed=7)
-    assert_equal(played, loop.run(plain.sample(prompts, rollout_step=5, samples=4, params=PARAMS)))
+    assert_equal(played, played_plainly(prompts, ours))
     assert ours.decode(played.batch.tokens[:6]).startswith("21>77>")
 
     def briefly(episode: Episode) -> None:
@@ -129,8 +123,7 @@ def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
 
 def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     rollout = play(two_turns)
-    plain = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
-    keys = plain.request(PROMPTS, rollout_step=5, samples=4, params=PARAMS).noise_keys
+    keys = noise_keys()
     for row, parts in enumerate(parts_of(rollout)):
         group = row // 4
         prompt = TOKENIZER.encode(PROMPTS[group].text)
