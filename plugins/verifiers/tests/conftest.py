@@ -40,6 +40,7 @@ class SumData(vf.TaskData):
 class SumConfig(vf.TaskConfig):
     tools: bool = False
     broken: bool = False
+    exits: bool = False
     calculator: vf.ToolsetConfig = vf.ToolsetConfig()
 
 
@@ -52,6 +53,8 @@ class Sum(vf.Task[SumData, vf.State, SumConfig]):
     async def right(self, trace) -> float:
         if self.config.broken:
             raise ZeroDivisionError("the judge is out")
+        if self.config.exits:
+            raise SystemExit("it has left")
         return float(self.data.answer in (trace.last_reply or ""))
 
     @vf.reward

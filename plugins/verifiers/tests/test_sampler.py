@@ -65,11 +65,14 @@ def test_tools_of_a_task_are_called_by_its_harness() -> None:
         assert [[tool["function"]["name"] for tool in each.tools] for each in script.requests] == [["add"]] * 2
 
 
-def test_an_error_of_the_environment_costs_its_sample() -> None:
-    with playing(["5"], args={"task": {"broken": True}}) as (_, outcome):
+@pytest.mark.parametrize(
+    ("how", "what", "said"), [("broken", "failed: ", "the judge is out"), ("exits", "raised SystemExit: ", "it has left")]
+)
+def test_an_error_of_the_environment_costs_its_sample(how: str, what: str, said: str) -> None:
+    with playing(["5"], args={"task": {how: True}}) as (_, outcome):
         assert isinstance(outcome, Failure) and outcome.kind == "raised"
-        assert "samplers.verifiers.environment 'my-sums' failed:" in outcome.message
-        assert "the judge is out" in outcome.message and "on prompt 2 ('What is 2 + 3?')" in outcome.message
+        assert outcome.message.startswith(f"samplers.verifiers.environment 'my-sums' {what}")
+        assert said in outcome.message and outcome.message.endswith("on prompt 2 ('What is 2 + 3?')")
 
 
 def test_an_episode_that_hangs_leaves_no_process() -> None:
