@@ -66,7 +66,8 @@ def test_tools_of_a_task_are_called_by_its_harness() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "what", "said"), [("broken", "failed: ", "the judge is out"), ("exits", "raised SystemExit: ", "it has left")]
+    ("how", "what", "said"),
+    [("broken", "failed: ", "the judge is out"), ("exits", "raised SystemExit: ", "it has left")],
 )
 def test_an_error_of_the_environment_costs_its_sample(how: str, what: str, said: str) -> None:
     with playing(["5"], args={"task": {how: True}}) as (_, outcome):
