@@ -16,8 +16,9 @@ from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.pictures import FoundPicture
 from corerl.rollout.encoding import PromptCheck, Rejected, encode, expand, render, require_encodable
-from corerl_agents.conversation import Conversation, Renderer
+from corerl_agents.conversation import Conversation
 from corerl_agents.refused import Refused
+from corerl_agents.renderer import Renderer
 from tests.tiny_pictures import TinyOptions, TinyReader
 
 # Writes its <bos> itself, as most templates do, and refuses a system message, as some do.

@@ -35,6 +35,8 @@ def main(url: str, file: str, what: str = "reward") -> None:
             print(0.25)
         case "none":
             print("That is all.")
+        case "brackets":
+            print("[" * 5000)
         case "post":
             post("reward", {"reward": 0.5})
         case "nan":

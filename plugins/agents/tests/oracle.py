@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from attrs import evolve
+from transformers import PreTrainedTokenizerBase
 
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.models import load_tokenizer
 from corerl.ops import hash_key
-from corerl.rollout import Rollout, in_thread
+from corerl.rollout import Failure, PromptSampler, Rollout, in_thread
 from corerl_testing import Generate
+from tests.rollout.samplers import prompt_sampler
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
 PARAMS = SamplingParams(max_tokens=12, stop_tokens=(2,))
@@ -46,6 +50,18 @@ class Oracle:
         )
 
 
+def oracle_says(key: int, *, length: int = 0, limit: int = 12) -> list[int]:
+    """The answer of at most `limit` tokens to a row of this noise, whose response has `length` tokens so far."""
+    request = GenerateRequest(
+        tokens=np.zeros(0, np.int64),
+        offsets=np.zeros(2, np.int64),
+        noise_keys=np.array([key]),
+        params=evolve(PARAMS, max_tokens=limit),
+        response_lengths=np.array([length]),
+    )
+    return Oracle()(request).tokens.tolist()
+
+
 def with_experts(request: GenerateRequest) -> Generation:
     """The expert of a token is its place in the row; its own last one is unknown."""
     drawn = Oracle()(request)
@@ -63,7 +79,35 @@ def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:
     return generate
 
 
+def plain_sampler(tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> PromptSampler:
+    """One of single responses, with the noise of the episodes that are played here."""
+    return prompt_sampler(tokenizer=tokenizer, generate=engines(Oracle()), seed=7)
+
+
+def played_plainly(prompts: Sequence[Prompt] = PROMPTS, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> Rollout:
+    """The same as single responses, four of each prompt."""
+    return asyncio.run(plain_sampler(tokenizer).sample(prompts, rollout_step=5, samples=4, params=PARAMS))
+
+
+def noise_keys() -> list[int]:
+    """Of the episodes that are played here, four of each prompt."""
+    request = plain_sampler().request(PROMPTS, rollout_step=5, samples=4, params=PARAMS)
+    return [int(key) for key in request.noise_keys]
+
+
 Play = Callable[..., Rollout]
+Fails = Callable[..., Failure]
+
+
+def parts_of(rollout: Rollout) -> list[list[tuple[list[int], bool]]]:
+    """The stretches of tokens of each row, and whether they are trained on."""
+    batch, found = rollout.batch, []
+    for low, high in itertools.pairwise(batch.offsets.tolist()):
+        mask = batch.columns["loss_mask"][low:high]
+        cuts = np.flatnonzero(np.diff(mask)) + 1
+        stretches = zip(np.split(batch.tokens[low:high], cuts), np.split(mask, cuts), strict=True)
+        found.append([(tokens.tolist(), bool(own[0])) for tokens, own in stretches])
+    return found
 
 
 def assert_equal(one: Rollout, other: Rollout, *, but: Sequence[str] = ()) -> None:

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from corerl.models import load_tokenizer
 from corerl_agents import Episode
 from corerl_agents.script import byte_tokenizer
 from plugins.agents.tests.scripted_engine import NAME, run
@@ -124,28 +122,11 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
     assert len(PARTS) == (4 if agent == "streamed" else 0) and all(parts > 4 for parts in PARTS)
     for question, calls, answer in PLAYED:
         (call,) = calls
-        assert (
-            call["a"] == int(question[0]) and type(call["a"]) is type(call["b"]) is int
-        )  # as the tool's schema has it
+        assert call["a"] == int(question[0]) and type(call["a"]) is type(call["b"]) is int  # as the schema has it
         text = f"It is {call['a'] + call['b']}."
         assert answer == (text if reasoning == "separate" else f"I read it.\n</think>\n\n{text}")
-    lines = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
-    for line in lines:
-        # Each episode is one row of two turns, and the trainer reads in it what the engine said.
-        assert (line["rollout/turns"], line["rollout/rows"], line["rollout/truncated"]) == (2.0, 1.0, 0.0)
-        assert line["rollout/logprob_diff"] < 1e-4 and line["reward/right"] == line["rollout/reward"]
-    assert [line["train/grad_norm"] > 0 for line in lines] == [True]
-    tokenizer = load_tokenizer(tokenizer=str(tmp_path / "tokenizer"), path="")
-    seen = 0
-    for file in sorted((tmp_path / "run" / "rollouts").glob("*.npz")):
-        batch = np.load(file)
-        for low, high in zip(batch["offsets"][:-1], batch["offsets"][1:], strict=True):
-            row, mask = batch["tokens"][low:high], batch["columns/loss_mask"][low:high]
-            said = tokenizer.decode(row[mask])
-            first, second = said.removesuffix("<|end|>").split("<|end|>")
-            assert first.startswith("I add.\n</think>\n\n<tool_call>\n<function=add>\n") and second.startswith("I read")
-            whole = tokenizer.decode(row)
-            assert f"<think>\n{first}<|end|>\n<|im_start|>user\n<tool_response>\n" in whole
-            assert whole.endswith(f"<|im_start|>assistant\n<think>\n{second}<|end|>")
-            seen += 1
-    assert seen == 4
+    (line,) = (each for each in metrics(tmp_path / "run") if "train/loss" in each)
+    # Each episode is one row of two turns, and the trainer reads in it what the engine said.
+    assert (line["rollout/turns"], line["rollout/rows"], line["rollout/truncated"]) == (2.0, 1.0, 0.0)
+    assert line["rollout/logprob_diff"] < 1e-4 and line["reward/right"] == line["rollout/reward"]
+    assert line["train/grad_norm"] > 0

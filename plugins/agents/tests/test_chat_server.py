@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from corerl.rollout import EventLoop, in_thread
+from corerl.rollout import EventLoop
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
@@ -46,7 +46,7 @@ class Desk:
             finish_reason="tool_calls" if request.tools else "stop",
             prompt_token_ids=np.array([7, 8, 9, 7, 8]),
             token_ids=np.array([3, 4, 2]),
-            tokens=["hi", "ü", "<eos>"],
+            tokens=["hi", "ü", "\ufffd"],
             logprobs=[-1.0, -0.5, 0.0],
         )
 
@@ -89,8 +89,9 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     assert (choice.message.role, choice.message.content, choice.message.tool_calls) == ("assistant", "hi ü", None)
     assert (choice.index, choice.finish_reason) == (0, "stop")
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    second = choice.logprobs.content[1].to_dict()
-    assert second == {"token": "ü", "logprob": -0.5, "bytes": [195, 188], "top_logprobs": []}
+    _, second, third = choice.logprobs.content
+    assert second.to_dict() == {"token": "ü", "logprob": -0.5, "bytes": [195, 188], "top_logprobs": []}
+    assert third.bytes is None  # of a token that ends within a character
     assert answer.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8] and choice.to_dict()["token_ids"] == [3, 4, 2]
     (request,) = desk.requests
     assert (request.max_tokens, list(request.stop), list(request.messages)) == (7, ["x"], [USER])
@@ -102,8 +103,6 @@ def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
         asked: dict[str, Any] = {"model": "policy", "messages": [USER], "stream": True}
         text, usage = ours.chat.completions.create(**asked, stream_options={"include_usage": True})
         (calls,) = ours.chat.completions.create(**asked, tools=TOOLS, extra_body={"return_token_ids": True})
-        with ours.chat.completions.stream(model="policy", messages=[USER], tools=TOOLS) as stream:
-            whole = stream.get_final_completion()
     first = text.choices[0]
     assert (text.object, first.delta.content, first.finish_reason) == ("chat.completion.chunk", "hi ü", "stop")
     assert text.usage is None and usage.choices == [] and usage.id == text.id
@@ -112,16 +111,12 @@ def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
     assert delta["tool_calls"] == [{"index": index, **call} for index, call in enumerate(CALLS)]
     assert calls.choices[0].finish_reason == "tool_calls" and calls.choices[0].to_dict()["token_ids"] == [3, 4, 2]
     assert calls.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8]
-    assert [call.id for call in whole.choices[0].message.tool_calls or []] == [call["id"] for call in CALLS]
 
 
-def test_a_call_without_http_says_the_same(front: ChatServer) -> None:
+def test_a_call_without_http_is_a_clients(front: ChatServer) -> None:
     desk, refusals = Desk(), list[str]()
     url = front.open(desk, refusals.append)
-    for body in ({"messages": [USER], "logprobs": True, "tools": TOOLS}, {"messages": [USER], "n": 2}, {"messages": 1}):
-        short, long = front.ask(url, body).result(), post(f"{url}/chat/completions", body)[1]
-        assert {**short, "id": "", "created": 0} == {**long, "id": "", "created": 0}
-    assert refusals[0] == refusals[1] and refusals[2] == refusals[3] and len(refusals) == 4
+    assert front.ask(url, {"messages": [USER], "n": 2}).result()["error"]["message"] == refusals[0]
     messages = [dict(USER)]
     said = front.ask(url, {"messages": messages, "tools": TOOLS}).result()
     messages[0]["content"] = said["choices"][0]["message"]["tool_calls"][0]["id"] = "other"
@@ -175,20 +170,6 @@ def test_it_serves_this_machine_alone_until_closed(loop: EventLoop, capfd: pytes
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", urlsplit(url).port or 0), timeout=paced(20))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    asked, answer = threading.Event(), threading.Event()
-
-    async def slow(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
-        asked.set()
-        await in_thread(answer.wait, name="slow")
-        return await Desk()(request, on_piece)
-
-    slow_url = made.open(slow)
-    gone = connected(slow_url)
-    gone.request("POST", urlsplit(slow_url).path + "/chat/completions", json.dumps({"messages": [USER]}))
-    assert asked.wait(paced(20))
-    gone.close()  # a client that waits no longer, which harms nobody
-    answer.set()
-    assert sent(connection, url + "/chat/completions", {"messages": [USER]})[0] == 200
     made.close()
     made.close()
     connection.close()
@@ -209,7 +190,7 @@ def test_it_serves_this_machine_alone_until_closed(loop: EventLoop, capfd: pytes
     left.close()
 
 
-def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer) -> None:
+def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer, capfd: pytest.CaptureFixture[str]) -> None:
     begun, gone = threading.Event(), threading.Event()
 
     async def answering(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
@@ -228,4 +209,6 @@ def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer) -> Non
     assert post(f"{url}/models", None, "GET")[0] == 200 and not gone.is_set()
     connection.close()
     assert gone.wait(paced(20))
+    assert post(f"{url}/models", None, "GET")[0] == 200
     front.shut(url)
+    assert capfd.readouterr() == ("", "")

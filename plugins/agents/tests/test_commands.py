@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from corerl.rollout import Failure, Judged
-from corerl_agents.commands import EpisodeCommand, command_of
-from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
+from corerl.rollout import Judged
+from corerl_agents.commands import EpisodeCommand, _direct, command_of
+from plugins.agents.tests.oracle import PROMPTS, Fails, Play, assert_equal
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -45,20 +45,21 @@ def test_a_command_plays_episodes_and_gives_rewards(play: Play) -> None:
     assert_equal(rollout, play(lambda episode: episode.chat(episode.messages, max_tokens=2) and None, samples=2))
 
 
-@pytest.mark.parametrize(("what", "outcome"), [("number", 0.25), ("none", None), ("post", Judged(reward=0.5))])
+@pytest.mark.parametrize(
+    ("what", "outcome"), [("number", 0.25), ("none", None), ("brackets", None), ("post", Judged(reward=0.5))]
+)
 def test_a_reward_is_printed_posted_or_the_runs(play: Play, what: str, outcome: object) -> None:
     assert play(agent(what), samples=1, prompts=PROMPTS[:1]).outcomes == [outcome]
 
 
-def test_a_proxy_of_the_machine_is_not_asked_for_episodes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_machine_is_not_asked_for_episodes(failure: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
     monkeypatch.setenv("no_proxy", "example.org")
     monkeypatch.delenv("NO_PROXY", raising=False)
     known = "assert os.environ['NO_PROXY'] == 'example.org,127.0.0.1'"
     code = f"import os, sys, urllib.request as r; r.urlopen(sys.argv[1]).read(); {known}"
     command = command_of([sys.executable, "-Sc", code, "{base_url}/models"])
-    (outcome,) = play(command, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcome, Failure) and outcome.kind == "silent"  # it has asked for nothing else
+    assert failure(command).kind == "silent"  # it has asked for nothing else
 
 
 @pytest.mark.parametrize(
@@ -73,15 +74,13 @@ def test_a_proxy_of_the_machine_is_not_asked_for_episodes(play: Play, monkeypatc
     ],
 )
 def test_hosts_without_a_proxy_stay_without_one(
-    had: dict[str, str], found: tuple[str, str], play: Play, monkeypatch: pytest.MonkeyPatch
+    had: dict[str, str], found: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in had.items():
         monkeypatch.setenv(name, value)
-    code = f"import os; assert (os.environ['no_proxy'], os.environ['NO_PROXY']) == {found}"
-    (outcome,) = play(command_of([sys.executable, "-Sc", code]), samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcome, Failure) and outcome.kind == "silent"  # else it would have died
+    assert _direct("127.0.0.1") == dict(zip(("no_proxy", "NO_PROXY"), found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -93,17 +92,16 @@ def test_hosts_without_a_proxy_stay_without_one(
         ("flood", "flooded", "wrote more than 64 MiB of output, and was killed on prompt 40"),
     ],
 )
-def test_a_command_that_fails_costs_its_episode(play: Play, what: str, kind: str, text: str) -> None:
-    (outcome,) = play(agent(what), samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcome, Failure) and outcome.kind == kind
+def test_a_command_that_fails_costs_its_episode(failure: Fails, what: str, kind: str, text: str) -> None:
+    outcome = failure(agent(what))
+    assert outcome.kind == kind
     assert outcome.message.startswith(f"samplers.episodes.command {sys.executable!r} {text}")
 
 
-def test_a_command_is_killed_with_its_children_at_the_timeout(play: Play, tmp_path: Path) -> None:
+def test_a_command_is_killed_with_its_children_at_the_timeout(failure: Fails, tmp_path: Path) -> None:
     file = tmp_path / "pids"
     started = time.monotonic()
-    (outcome,) = play(agent(f"hang:{file}"), samples=1, prompts=PROMPTS[:1], timeout=paced(3)).outcomes
-    assert isinstance(outcome, Failure) and outcome.kind == "timeout"
+    assert failure(agent(f"hang:{file}"), timeout=paced(3)).kind == "timeout"
     assert time.monotonic() - started < paced(60)
     assert all_ended(file)
 

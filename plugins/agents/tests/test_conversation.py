@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.engines import Generation, SamplingParams
 from corerl.models import load_tokenizer
-from corerl_agents.conversation import Answer, Conversation, RenderedRequest, Renderer, read_messages
+from corerl_agents.answers import AnswerReader
+from corerl_agents.conversation import Answer, Conversation, RenderedRequest
 from corerl_agents.refused import Diverges, Refused
+from corerl_agents.renderer import Renderer, read_messages
 from corerl_agents.tool_calls import FORMATS
 
 STOP = "<eos>"
@@ -38,7 +40,15 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
     return made
 
 
-def drawn(tokens: Sequence[int], *, version: int = 1, experts: Any = None) -> Generation:
+def printable(template: str, *special: str) -> PreTrainedTokenizerBase:
+    made = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
+    made.chat_template = template
+    if special:
+        made.add_special_tokens({"additional_special_tokens": list(special)})
+    return made
+
+
+def drawn(tokens: Sequence[int], *, version: int = 1) -> Generation:
     return Generation(
         tokens=np.array(tokens, dtype=np.int64),
         offsets=np.array([0, len(tokens)]),
@@ -46,41 +56,65 @@ def drawn(tokens: Sequence[int], *, version: int = 1, experts: Any = None) -> Ge
         versions=np.full(len(tokens), version),
         engines=np.full(len(tokens), version - 3, np.int16),
         truncated=np.zeros(1, dtype=np.bool_),
-        routed_experts=experts,
     )
 
 
-def answered(
-    renderer: Renderer, conversation: Conversation, messages: list[dict[str, Any]], tokens: Sequence[int], **told: Any
-) -> Conversation:
-    asked = renderer.ask(conversation, messages)
-    answer = renderer.answer(asked, np.array(tokens), PARAMS)
-    messages.append(answer.message)
-    return conversation.answered(asked, answer, drawn(tokens, **told))
+class Talk:
+    """A conversation with a policy that says what a test has it say."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        form: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        options: dict[str, Any] | None = None,
+        **answers: bool,
+    ) -> None:
+        self.tokenizer, self.tools = tokenizer, tools
+        self.renderer = Renderer(tokenizer, options)
+        self.reader = AnswerReader(tokenizer, FORMATS[form] if form else None, **answers)
+        self.conversation = Conversation()
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def ask(self, *messages: dict[str, Any], **how: Any) -> RenderedRequest:
+        """What these messages add."""
+        whole = read_messages([*self.conversation.messages, *messages])
+        return self.renderer.ask(self.conversation, whole, **{"tools": self.tools, **how})
+
+    def read(self, asked: RenderedRequest, said: str) -> Answer:
+        return self.reader.read(asked, np.array(self.ids(said)), PARAMS)
+
+    def say(self, said: str, *messages: dict[str, Any], version: int = 1, **how: Any) -> Answer:
+        """Go on with the answer to these messages."""
+        answer = self.read(asked := self.ask(*messages, **how), said)
+        self.conversation = self.conversation.answered(asked, answer, drawn(self.ids(said), version=version))
+        return answer
+
+    def text(self, asked: RenderedRequest | None = None) -> str:
+        """All that was said, and what is asked now."""
+        return str(self.tokenizer.decode([*self.conversation.tokens, *(asked.tokens if asked else ())]))
 
 
 def test_a_row_has_the_templates_words_between_turns() -> None:
-    ours = tokenizer()
-    renderer, messages = Renderer(ours), [USER]
-    first, second = ours("3<eos>", add_special_tokens=False)["input_ids"], [*ours.encode("7")[1:], 2]
-    conversation = answered(renderer, Conversation(), messages, first, version=4)
-    conversation = answered(renderer, conversation, [*messages, TOOL], second, version=5)
-    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:3<eos>;t:45<eos>;a:7<eos>"
-    asked = "<bos>u:12<eos>;a:"
-    between = ";t:45<eos>;a:"
-    lengths = [len(ours.encode(text)[1:]) for text in (asked, "3<eos>", between, "7<eos>")]
-    assert conversation.prompt_length == lengths[0]
+    talk = Talk(tokenizer())
+    talk.say("3<eos>", USER, version=4)
+    talk.say("7<eos>", TOOL, version=5)
+    parts = ("<bos>u:12<eos>;a:", "3<eos>", ";t:45<eos>;a:", "7<eos>")
+    assert talk.text() == "".join(parts)
+    lengths = [len(talk.ids(part)) for part in parts]
     sampled = np.repeat([False, True, False, True], lengths)
-    row = conversation.row()
-    np.testing.assert_array_equal(row.tokens, conversation.tokens)
+    row = talk.conversation.row()
+    np.testing.assert_array_equal(row.tokens, talk.conversation.tokens)
     np.testing.assert_array_equal(row.loss_mask, sampled)
     np.testing.assert_array_equal(row.versions, np.repeat([0, 4, 0, 5], lengths))
     np.testing.assert_array_equal(row.engines, np.repeat([0, 1, 0, 2], lengths))
-    np.testing.assert_array_equal(row.logprobs, np.where(sampled, -conversation.tokens, 0))
+    np.testing.assert_array_equal(row.logprobs, np.where(sampled, -row.tokens, 0))
     assert (row.turns, row.text, row.prompt_length) == (2, "7", lengths[0])
-    assert conversation.begun == sum(lengths[1:])
+    assert talk.conversation.begun == sum(lengths[1:])
     # A row beside another one that has the first answer too.
-    second_alone = conversation.row(shared=1)
+    second_alone = talk.conversation.row(shared=1)
     np.testing.assert_array_equal(second_alone.tokens, row.tokens)
     np.testing.assert_array_equal(second_alone.loss_mask, np.repeat([False, False, False, True], lengths))
     np.testing.assert_array_equal(second_alone.versions, np.repeat([0, 0, 0, 5], lengths))
@@ -92,104 +126,65 @@ def test_what_was_sampled_is_never_tokenized_from_its_text() -> None:
     inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "?": 3}, [("a", "b")]))
     inner.pre_tokenizer = pre_tokenizers.Split("?", "isolated")
     inner.decoder = decoders.Fuse()
-    merging = PreTrainedTokenizerFast(tokenizer_object=inner)
-    assert merging.encode("ab") == [2]
-    renderer, messages = Renderer(merging), [{"role": "user", "content": "?"}]
-    conversation = answered(renderer, Conversation(), messages, [0, 1])  # a spelling of "ab" that it would not choose
-    assert messages[-1]["content"] == "ab"
-    asked = renderer.ask(conversation, [*messages, {"role": "tool", "content": "ab?"}])
-    assert asked.tokens.tolist() == [2, 3]
-    assert conversation.tokens.tolist() == [3, 0, 1]
+    talk = Talk(PreTrainedTokenizerFast(tokenizer_object=inner))
+    assert talk.ids("ab") == [2]
+    asked, said = talk.ask({"role": "user", "content": "?"}), [0, 1]  # a spelling of "ab" that it would not choose
+    answer = talk.reader.read(asked, np.array(said), PARAMS)
+    assert answer.content == "ab"
+    talk.conversation = talk.conversation.answered(asked, answer, drawn(said))
+    assert talk.ask({"role": "tool", "content": "ab?"}).tokens.tolist() == [2, 3]
+    assert talk.conversation.tokens.tolist() == [3, 0, 1]
 
 
 def test_a_cut_answer_ends_as_the_template_does() -> None:
-    ours = tokenizer()
-    renderer, messages = Renderer(ours), [USER]
-    conversation = answered(renderer, Conversation(), messages, ours.encode("33")[1:])
-    asked = renderer.ask(conversation, [*messages, TOOL])
-    assert ours.decode(asked.tokens) == "<eos>;t:45<eos>;a:"
+    talk = Talk(tokenizer())
+    talk.say("33", USER)
+    assert talk.text(talk.ask(TOOL)).endswith("a:33<eos>;t:45<eos>;a:")
 
 
 def test_without_a_template_texts_stand_one_behind_the_other() -> None:
-    ours = tokenizer(template=None)
-    renderer, messages = Renderer(ours), [USER]
-    conversation = answered(renderer, Conversation(), messages, [*ours.encode("3")[1:], 2])
-    conversation = answered(renderer, conversation, [*messages, TOOL, USER], ours.encode("9")[1:])
-    assert ours.decode(conversation.tokens) == "<bos>123<eos>45129"
+    talk = Talk(tokenizer(template=None))
+    talk.say("3<eos>", USER)
+    talk.say("9", TOOL, USER)
+    assert talk.text() == "<bos>123<eos>45129"
     with pytest.raises(Refused, match="^tools: the tokenizer has no chat template"):
-        renderer.ask(Conversation(), [USER], [{"name": "u"}])
+        Talk(talk.tokenizer).ask(USER, tools=[{"name": "u"}])
 
 
 def test_tools_are_shown_once_and_stay_the_same() -> None:
-    ours = tokenizer()
-    renderer = Renderer(ours)
-    asked = renderer.ask(Conversation(), [USER], [{"name": "stu"}])
-    assert ours.decode(asked.tokens) == "<bos>stuu:12<eos>;a:"
-    conversation = Conversation().answered(asked, Answer(text="3", content="3"), drawn(ours.encode("3<eos>")[1:]))
-    messages = [USER, {"role": "assistant", "content": "3"}, TOOL]
-    assert ours.decode(renderer.ask(conversation, messages, [{"name": "stu"}]).tokens) == ";t:45<eos>;a:"
+    talk = Talk(tokenizer(), tools=[{"name": "stu"}])
+    talk.say("3<eos>", USER)
+    assert talk.text(talk.ask(TOOL)) == "<bos>stuu:12<eos>;a:3<eos>;t:45<eos>;a:"
     with pytest.raises(Diverges, match="^tools: differ from those of the request that began the conversation"):
-        renderer.ask(conversation, messages)
+        talk.ask(TOOL, tools=())
 
 
 def test_tools_that_no_template_shows_are_refused_or_noted(capsys: pytest.CaptureFixture[str]) -> None:
     ours, tools = tokenizer(TEMPLATE.replace("tool['name']", "''")), [{"name": "stu"}]
     with pytest.raises(Refused, match="^tools: the tokenizer's chat template does not show them to the model; use a "):
-        Renderer(ours).ask(Conversation(), [USER], tools)
+        Talk(ours, tools=tools).ask(USER)
     for _ in range(2):  # one for each batch
-        renderer = Renderer(ours, FORMATS["hermes"], unshown_tools=True)
+        renderer = Renderer(ours, unshown_tools=True)
         asked = [renderer.ask(Conversation(), [USER], tools) for _ in range(2)]
         assert {ours.decode(each.tokens) for each in asked} == {"<bos>u:12<eos>;a:"}
     told = "corerl: note: tools of a request: the tokenizer's chat template does not show them to the model, "
     assert capsys.readouterr().err.count(told) == 1
 
 
-def test_with_tool_choice_none_calls_stay_text() -> None:
-    renderer, ours = calling()
-    tools, said = [{"name": "t"}], np.array([*calling()[1].encode(CALLS, add_special_tokens=False), 2])
-    none = renderer.ask(Conversation(), [USER], tools, most_calls=0)
-    np.testing.assert_array_equal(none.tokens, renderer.ask(Conversation(), [USER]).tokens)
-    assert renderer.answer(none, said, PARAMS) == Answer(text=CALLS, content=CALLS)
-    # In a later request, what was shown stays as it is.
-    messages: list[dict[str, Any]] = [USER]
-    asked = renderer.ask(Conversation(), messages, tools)
-    assert ours.decode(asked.tokens) == "<bos>tu:12<eos>;a:"
-    conversation = Conversation().answered(asked, Answer(text="5", content="5"), drawn([9, 2]))
-    messages += [{"role": "assistant", "content": "5"}, USER]
-    later = renderer.ask(conversation, messages, tools, most_calls=0)
-    np.testing.assert_array_equal(later.tokens, renderer.ask(conversation, messages, tools).tokens)
-    assert renderer.answer(later, said, PARAMS).calls == ()
-    again = conversation.answered(later, Answer(text="5", content="5"), drawn([9, 2]))
-    messages += [{"role": "assistant", "content": "5"}, USER]
-    assert renderer.answer(renderer.ask(again, messages, tools), said, PARAMS).calls
-
-
-def test_without_parallel_calls_only_the_first_is_sent() -> None:
-    renderer, ours = calling()
-    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}], most_calls=1)
-    answer = renderer.answer(asked, said, PARAMS)
-    assert (answer.text, answer.content, [call["function"]["name"] for call in answer.calls]) == (CALLS, "1", ["t"])
-    conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
-    result = {"role": "tool", "tool_call_id": answer.calls[0]["id"], "content": "9"}
-    more = renderer.ask(conversation, [USER, answer.message, result], [{"name": "t"}], most_calls=1)
-    assert ours.decode(conversation.tokens) + ours.decode(more.tokens) == (
-        f"<bos>tu:12<eos>;a:{CALLS}<eos>;t:9<eos>;a:"
-    )
-
-
 def test_messages_come_back_as_clients_write_them() -> None:
-    renderer, messages = Renderer(tokenizer()), [USER]
-    conversation = answered(renderer, Conversation(), messages, [4, 2])
-    back = {**messages[-1], "refusal": None, "tool_calls": [{"id": "1"}]}
+    talk = Talk(tokenizer())
+    answer = talk.say("0<eos>", USER).message
+    back = {**answer, "refusal": None, "tool_calls": [{"id": "1"}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}], "name": None}
-    plain = renderer.ask(conversation, [*messages, TOOL]).tokens
-    empty = [{**message, "tool_calls": []} for message in (*messages, TOOL)]
+    plain = talk.ask(TOOL).tokens
+    empty = [{**message, "tool_calls": []} for message in (USER, answer, TOOL)]
     for written in ([parts, back, TOOL], empty):
         read = read_messages(written)
-        assert conversation.difference(read) is None
-        np.testing.assert_array_equal(renderer.ask(conversation, read).tokens, plain)
+        assert talk.conversation.difference(read) is None
+        np.testing.assert_array_equal(talk.renderer.ask(talk.conversation, read).tokens, plain)
 
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
 
 # Refuses two calls at once, as Llama 3.1's does, and writes calls out of `tool_calls` in words of its own.
 CALLING = TEMPLATE.replace(
@@ -200,38 +195,61 @@ CALLING = TEMPLATE.replace(
 CALLS = '1<tool_call>{"name":"t","arguments":{"a":"5"}}</tool_call><tool_call>{"name":"u","arguments":{}}</tool_call>'
 
 
-def calling() -> tuple[Renderer, PreTrainedTokenizerBase]:
-    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
-    ours.chat_template = CALLING
-    return Renderer(ours, FORMATS["hermes"]), ours
+def calling(template: str = CALLING) -> Talk:
+    return Talk(printable(template), "hermes", tools=[{"name": "t"}])
+
+
+def names(answer: Answer) -> list[str]:
+    return [call["function"]["name"] for call in answer.calls]
+
+
+def results(answer: Answer) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": call["id"], "content": "9"} for call in answer.calls]
+
+
+def test_with_tool_choice_none_calls_stay_text() -> None:
+    talk = calling()
+    none = talk.ask(USER, most_calls=0)
+    np.testing.assert_array_equal(none.tokens, talk.ask(USER, tools=()).tokens)
+    assert talk.read(none, f"{CALLS}<eos>") == Answer(text=CALLS, content=CALLS)
+    # In a later request, what was shown stays as it is.
+    talk.say("5<eos>", USER)
+    assert talk.text() == "<bos>tu:12<eos>;a:5<eos>"
+    np.testing.assert_array_equal(talk.ask(USER, most_calls=0).tokens, talk.ask(USER).tokens)
+    assert talk.say(f"{CALLS}<eos>", USER, most_calls=0).calls == ()
+    assert talk.read(talk.ask(USER), f"{CALLS}<eos>").calls
+
+
+def test_without_parallel_calls_only_the_first_is_sent() -> None:
+    talk = calling()
+    answer = talk.say(f"{CALLS}<eos>", USER, most_calls=1)
+    assert (answer.text, answer.content, names(answer)) == (CALLS, "1", ["t"])
+    more = talk.ask(*results(answer), most_calls=1)
+    assert talk.text(more) == f"<bos>tu:12<eos>;a:{CALLS}<eos>;t:9<eos>;a:"
 
 
 def test_an_answer_with_calls_stays_as_it_was_sampled() -> None:
-    renderer, ours = calling()
-    tools = [{"name": "t"}]
-    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    asked = renderer.ask(Conversation(), [USER], tools)
-    answer = renderer.answer(asked, said, PARAMS)
-    assert (answer.text, answer.content) == (CALLS, "1")
-    assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]
-    conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
-    assert conversation.text == CALLS
+    talk = calling()
+    answer = talk.say(f"{CALLS}<eos>", USER)
+    assert (answer.text, answer.content, names(answer)) == (CALLS, "1", ["t", "u"])
+    first, found = talk.conversation, results(answer)
+    assert first.text == CALLS
 
-    back = {"role": "assistant", "content": "1", "refusal": None, "tool_calls": [dict(call) for call in answer.calls]}
-    back["tool_calls"][0]["function"] = {"name": "t", "arguments": '{ "a" : "5" }'}
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": "9"} for call in answer.calls]
-    more = renderer.ask(conversation, [USER, back, *results], tools)
-    assert ours.decode(more.tokens) == ";t:9<eos>;t:9<eos>;a:"
-    again = conversation.answered(more, Answer(text="5", content="5"), drawn([9, 2], version=2))
-    assert ours.decode(again.tokens) == f"<bos>tu:12<eos>;a:{CALLS}<eos>;t:9<eos>;t:9<eos>;a:{ours.decode([9])}<eos>"
-    np.testing.assert_array_equal(again.tokens[: len(conversation.tokens)], conversation.tokens)
+    rewritten = {**answer.calls[0], "function": {"name": "t", "arguments": '{ "a" : "5" }'}}
+    back: dict[str, Any] = {**answer.message, "refusal": None, "tool_calls": [rewritten, answer.calls[1]]}
+    more = talk.renderer.ask(first, [USER, back, *found], talk.tools)
+    assert talk.tokenizer.decode(more.tokens) == ";t:9<eos>;t:9<eos>;a:"
+    talk.say("5<eos>", *found)
+    assert talk.text() == f"<bos>tu:12<eos>;a:{CALLS}<eos>;t:9<eos>;t:9<eos>;a:5<eos>"
+    np.testing.assert_array_equal(talk.conversation.tokens[: len(first.tokens)], first.tokens)
     # An answer of before, in whatever words, is compared with what was told of it.
-    renderer.ask(again, [USER, back, *results, {"role": "assistant", "content": "5"}, USER], tools)
+    whole: list[Any] = [USER, back, *found, {"role": "assistant", "content": "5"}, USER]
+    assert talk.conversation.difference(whole) is None
+    assert talk.tokenizer.decode(talk.renderer.ask(talk.conversation, whole, talk.tools).tokens) == ";u:12<eos>;a:"
 
-    assert conversation.difference([USER, back, *results]) is None
-    changed = {**back, "tool_calls": [{**back["tool_calls"][0], "function": {"name": "t", "arguments": "{}"}}]}
+    changed = {**back, "tool_calls": [{**rewritten, "function": {"name": "t", "arguments": "{}"}}]}
     for wrong in (changed, {"role": "assistant", "content": "1"}, {"role": "assistant", "content": CALLS}):
-        difference = conversation.difference([USER, wrong, *results])
+        difference = first.difference([USER, wrong, *found])
         assert difference and difference.text.startswith(("messages[1].tool_calls: got", "messages[1].content: got"))
         assert (difference.number, difference.changed) == (1, True)
 
@@ -242,106 +260,78 @@ TWO_ANSWERS = "messages | rejectattr('role', 'equalto', 'tool') | rejectattr('to
 
 @pytest.mark.parametrize("refused", [RESULT_ALONE, TWO_ANSWERS])  # by gpt-oss's and MiniMax M2's; by Mistral's
 def test_a_template_that_wants_the_calls_of_results_is_shown_them(refused: str) -> None:
-    _, ours = calling()
     message = "{{ message['content'] }}{% for call in message['tool_calls'] or [] %}({{ call | tojson }}){% endfor %}"
     refusing = f"{{% if {refused} %}}{{{{ raise_exception('no call') }}}}{{% endif %}}{message}"
-    ours.chat_template = TEMPLATE.replace("{{ message['content'] }}", refusing)
-    renderer, tools = Renderer(ours, FORMATS["hermes"]), [{"name": "t"}]
-    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    conversation, messages = Conversation(), [USER]
-
-    def ask() -> RenderedRequest:
-        return renderer.ask(conversation, read_messages(messages), tools)
-
-    for _ in range(2):
-        answer = renderer.answer(asked := ask(), said, PARAMS)
-        conversation = conversation.answered(asked, answer, drawn(said.tolist()))
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": "9"} for call in answer.calls]
-        messages += [answer.message, *results]
+    talk = calling(TEMPLATE.replace("{{ message['content'] }}", refusing))
+    found = results(talk.say(f"{CALLS}<eos>", USER))
+    answer = talk.say(f"{CALLS}<eos>", *found)
     turn = f"{CALLS}<eos>;t:9<eos>;t:9<eos>;a:"
-    assert ours.decode(conversation.tokens) + ours.decode(ask().tokens) == f"<bos>tu:12<eos>;a:{turn}{turn}"
-    conversation = conversation.answered(asked, answer, drawn(said[:-1].tolist()))  # such as by a stop text
-    messages += messages[-3:]
+    asked = talk.ask(*results(answer))
+    assert talk.text(asked) == f"<bos>tu:12<eos>;a:{turn}{turn}"
+    talk.conversation = talk.conversation.answered(asked, answer, drawn(talk.ids(CALLS)))  # such as by a stop text
     with pytest.raises(Diverges, match="ends the last answer otherwise than the policy did"):
-        ask()
+        talk.ask(*results(answer))
 
 
 def test_calls_that_cannot_be_read_stay_text() -> None:
-    renderer, ours = calling()
-    without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))
-
-    def read(asked: RenderedRequest, text: str, *end: int) -> Answer:
-        return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), PARAMS)
-
-    assert read(with_tools, CALLS, 2).calls
+    talk = calling()
+    without, with_tools = talk.ask(USER, tools=()), talk.ask(USER)
+    assert talk.read(with_tools, f"{CALLS}<eos>").calls
     malformed = CALLS.replace('"name"', '"name')
-    for asked, text, *end in ((without, CALLS, 2), (with_tools, CALLS), (with_tools, malformed, 2)):
-        assert read(asked, text, *end) == Answer(text=text, content=text)
-    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    assert not Renderer(ours).answer(with_tools, said, PARAMS).calls
+    for asked, text, end in ((without, CALLS, STOP), (with_tools, CALLS, ""), (with_tools, malformed, STOP)):
+        assert talk.read(asked, text + end) == Answer(text=text, content=text)
+    assert not Talk(talk.tokenizer).read(with_tools, f"{CALLS}<eos>").calls
 
+
+# ---- reasoning -------------------------------------------------------------------------------------------------------
 
 THINKING = TEMPLATE.replace("a:{% endif %}", "a:<think>{% endif %}")
-
-
-def thinking(special: bool = False, **options: Any) -> tuple[Renderer, PreTrainedTokenizerBase]:
-    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
-    ours.chat_template = THINKING
-    if special:
-        ours.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    return Renderer(ours, FORMATS["hermes"], **options), ours
+TAGS = ("<think>", "</think>")
 
 
 @pytest.mark.parametrize(
     ("special", "kept", "text", "content"),
     [
-        (False, False, "<think>1</think>2", "1</think>2"),
-        (True, False, "12", "12"),
-        (True, True, "<think>1</think>2", "12"),
+        ((), False, "<think>1</think>2", "1</think>2"),
+        (TAGS, False, "12", "12"),
+        (TAGS, True, "<think>1</think>2", "12"),
     ],
 )
-def test_rewards_see_what_the_template_opens(special: bool, kept: bool, text: str, content: str) -> None:
-    renderer, ours = thinking(special, special_tokens=kept)
-    said = [*ours.encode("1</think>2", add_special_tokens=False), 2]
-    messages: list[dict[str, Any]] = [USER]
-    conversation = answered(renderer, Conversation(), messages, said)
-    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:<think>1</think>2<eos>"
-    assert (conversation.text, messages[-1]["content"]) == (text, content)
-    again = answered(renderer, conversation, [*messages, TOOL], said)  # behind a later request too
-    assert again.text == text
-    assert ours.decode(again.tokens).endswith(";t:45<eos>;a:<think>1</think>2<eos>")
-    begun = renderer.ask(Conversation(), [USER, {"role": "assistant", "content": "<think>0"}])
-    assert renderer.answer(begun, np.array(said), PARAMS).text == ("12" if special and not kept else "1</think>2")
+def test_rewards_see_what_the_template_opens(special: tuple[str, ...], kept: bool, text: str, content: str) -> None:
+    talk = Talk(printable(THINKING, *special), special_tokens=kept)
+    for messages in ((USER,), (TOOL,)):  # behind a later request too
+        answer = talk.say("1</think>2<eos>", *messages)
+        assert (answer.text, answer.content) == (text, content)
+    assert talk.text() == "<bos>u:12<eos>;a:<think>1</think>2<eos>;t:45<eos>;a:<think>1</think>2<eos>"
+    begun = Talk(talk.tokenizer).ask(USER, {"role": "assistant", "content": "<think>0"})
+    assert talk.read(begun, "1</think>2<eos>").text == ("12" if special and not kept else "1</think>2")
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", [(), TAGS])
 @pytest.mark.parametrize("separate", [False, True])
-def test_reasoning_sent_back_in_its_own_field_continues(special: bool, separate: bool) -> None:
-    renderer, ours = thinking(special, separate_reasoning=separate)
-    said = [*ours.encode("1\n</think>\n\n2", add_special_tokens=False), 2]
-    conversation = answered(renderer, Conversation(), messages := [USER], said)
+def test_reasoning_sent_back_in_its_own_field_continues(special: tuple[str, ...], separate: bool) -> None:
+    talk = Talk(printable(THINKING, *special), separate_reasoning=separate)
+    said = talk.say("1\n</think>\n\n2<eos>", USER).message
     whole = "1\n\n\n2" if special else "1\n</think>\n\n2"
-    if separate:
-        assert messages[-1] == {"role": "assistant", "content": "2", "reasoning_content": "1"}
-    else:
-        assert messages[-1] == {"role": "assistant", "content": whole}
-    apart = [{"role": "assistant", "content": "2", key: "1"} for key in ("reasoning_content", "reasoning")]
-    for back in (messages[-1], *apart, *([{"role": "assistant", "content": "2"}] if separate else [])):
-        assert conversation.difference(read_messages([USER, back, TOOL])) is None, back
-    for wrong in (("3", "reasoning_content", "1"), ("2", "reasoning_content", "0"), ("2", "reasoning", "0")):
-        content, key, reasoning = wrong
-        back = {"role": "assistant", "content": content, key: reasoning}
-        difference = conversation.difference(read_messages([USER, back, TOOL]))
+    sent = {"content": "2", "reasoning_content": "1"} if separate else {"content": whole}
+    assert said == {"role": "assistant", **sent}
+
+    def back(content: str, **reasoning: str) -> tuple[Any, ...]:
+        return read_messages([USER, {"role": "assistant", "content": content, **reasoning}, TOOL])
+
+    apart = back("2", reasoning_content="1")
+    left_out = [back("2")] if separate else []
+    for good in (read_messages([USER, said, TOOL]), apart, back("2", reasoning="1"), *left_out):
+        assert talk.conversation.difference(good) is None, good
+    for wrong in (back("3", reasoning_content="1"), back("2", reasoning_content="0"), back("2", reasoning="0")):
+        difference = talk.conversation.difference(wrong)
         assert difference is not None and difference.changed, wrong
-    asked = renderer.ask(conversation, read_messages([USER, apart[0], TOOL]))
-    assert ours.decode(asked.tokens) == ";t:45<eos>;a:<think>"
+    asked = talk.renderer.ask(talk.conversation, apart)
+    assert talk.tokenizer.decode(asked.tokens) == ";t:45<eos>;a:<think>"
 
 
 def test_the_content_of_gpt_oss_has_no_headers_of_messages() -> None:
-    _, ours = thinking()
-    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"]
-    ours.add_special_tokens({"additional_special_tokens": marks})
-    ours.chat_template = TEMPLATE
+    ours = printable(TEMPLATE, "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
     said = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>"
     call = 'commentary to=functions.t <|constrain|>json<|message|>{"a":2}'
     for separate, text, message in (
@@ -349,11 +339,12 @@ def test_the_content_of_gpt_oss_has_no_headers_of_messages() -> None:
         (True, said + call, {"content": "", "reasoning_content": "I add."}),
         (False, said + call, {"content": "I add."}),
     ):
-        renderer = Renderer(ours, FORMATS["gpt-oss"], separate_reasoning=separate)
-        asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
-        answer = renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), 2]), PARAMS)
+        answer = Talk(ours, "gpt-oss", [{"name": "t"}], separate_reasoning=separate).say(f"{text}<eos>", USER)
         assert {key: answer.message[key] for key in message} == message
         assert [each["function"] for each in answer.calls] == [{"name": "t", "arguments": '{"a": 2}'}] * (call in text)
+
+
+# ---- messages that do not go on --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -381,7 +372,9 @@ def test_messages_that_cannot_be_read_are_refused(messages: list[dict[str, Any]]
     ],
 )
 def test_where_messages_leave_a_conversation_is_told(messages: list[dict[str, Any]], number: int, told: str) -> None:
-    conversation = answered(Renderer(tokenizer()), Conversation(), [USER], [4, 2])
+    talk = Talk(tokenizer())
+    talk.say("0<eos>", USER)
+    conversation = talk.conversation
     found = conversation.difference(messages)
     assert found is not None and found.text.startswith(told) and found.number == number
     assert found.changed == (messages[1:2] == [{"role": "assistant", "content": "1"}])
@@ -393,44 +386,37 @@ def test_where_messages_leave_a_conversation_is_told(messages: list[dict[str, An
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     two = "{% if loop.previtem and loop.previtem['role'] == message['role'] %}{{ raise_exception('two') }}{% endif %}"
-    ours = tokenizer(TEMPLATE.replace("in messages %}", "in messages %}" + two))
-    renderer, messages = Renderer(ours), [USER, {"role": "assistant", "content": "3"}]
-    conversation = answered(renderer, Conversation(), messages, [*ours.encode("7")[1:], 2])
-    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>"
-    assert (conversation.text, conversation.prompt_length) == ("7", len(ours.encode("u:12<eos>;a:3")))
-    conversation = answered(renderer, conversation, [*messages, TOOL, {"role": "assistant", "content": "5"}], [4, 2])
-    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>;t:45<eos>;a:50<eos>"
+    talk = Talk(tokenizer(TEMPLATE.replace("in messages %}", "in messages %}" + two)))
+    talk.say("7<eos>", USER, {"role": "assistant", "content": "3"})
+    assert talk.text() == "<bos>u:12<eos>;a:37<eos>"
+    assert (talk.conversation.text, talk.conversation.prompt_length) == ("7", len(talk.ids("<bos>u:12<eos>;a:3")))
+    talk.say("0<eos>", TOOL, {"role": "assistant", "content": "5"})
+    assert talk.text() == "<bos>u:12<eos>;a:37<eos>;t:45<eos>;a:50<eos>"
 
 
 def test_a_requests_template_arguments_override_the_runs() -> None:
     ours = tokenizer(TEMPLATE.replace("a:{% endif %}", "a:{% if brief %}9{% endif %}{% endif %}"))
-    renderer, messages = Renderer(ours, options={"brief": True}), [USER]
-    assert ours.decode(renderer.ask(Conversation(), messages).tokens) == "<bos>u:12<eos>;a:9"
-    asked = renderer.ask(Conversation(), messages, options={"brief": False})
-    assert ours.decode(asked.tokens) == "<bos>u:12<eos>;a:"
-    conversation = Conversation().answered(asked, Answer(text="0", content="0"), drawn([4, 2]))
+    talk = Talk(ours, options={"brief": True})
+    assert talk.text(talk.ask(USER)) == "<bos>u:12<eos>;a:9"
+    talk.say("0<eos>", USER, options={"brief": False})
     # They may change from turn to turn where that changes only what comes next.
-    more = renderer.ask(conversation, [USER, {"role": "assistant", "content": "0"}, TOOL])
-    assert ours.decode(more.tokens) == ";t:45<eos>;a:9"
+    assert talk.text(talk.ask(TOOL)) == "<bos>u:12<eos>;a:0<eos>;t:45<eos>;a:9"
     for option, told in (("breif", "the tokenizer's chat template never reads it"), ("tokenize", "is not the templ")):
         with pytest.raises(Refused, match=f"^chat_template_kwargs.{option}: {told}"):
-            renderer.ask(Conversation(), messages, options={option: True})
+            talk.ask(TOOL, options={option: True})
     with pytest.raises(Refused, match="^chat_template_kwargs.brief: the tokenizer has no chat template; remove it"):
-        Renderer(tokenizer(template=None)).ask(Conversation(), messages, options={"brief": True})
+        Talk(tokenizer(template=None)).ask(USER, options={"brief": True})
 
 
 def test_template_arguments_that_change_earlier_messages_diverge() -> None:
-    ours = tokenizer("{% if brief %}9{% endif %}" + TEMPLATE)
-    renderer, messages = Renderer(ours), [USER]
-    asked = renderer.ask(Conversation(), messages, options={"brief": True})
-    assert ours.decode(asked.tokens) == "9<bos>u:12<eos>;a:"
-    conversation = Conversation().answered(asked, Answer(text="0", content="0"), drawn([4, 2]))
-    messages += [{"role": "assistant", "content": "0"}, TOOL]
-    assert ours.decode(renderer.ask(conversation, messages, options={"brief": True}).tokens) == ";t:45<eos>;a:"
-    assert ours.decode(renderer.ask(conversation, messages, options={"brief": 1}).tokens) == ";t:45<eos>;a:"
+    talk = Talk(tokenizer("{% if brief %}9{% endif %}" + TEMPLATE))
+    talk.say("0<eos>", USER, options={"brief": True})
+    for same in (True, 1):
+        asked = talk.ask(TOOL, options={"brief": same})
+        assert talk.text(asked) == "9<bos>u:12<eos>;a:0<eos>;t:45<eos>;a:"
     for options in ({}, {"brief": False}):
         with pytest.raises(Diverges, match="^chat_template_kwargs: got, .* messages were written with {'brief'"):
-            renderer.ask(conversation, messages, options=options)
+            talk.ask(TOOL, options=options)
 
 
 # ---- tokenizers with habits ------------------------------------------------------------------------------------------
@@ -455,12 +441,14 @@ def metaspace(scheme: str) -> PreTrainedTokenizerBase:
 def test_texts_without_a_template_are_exactly_concatenated(scheme: str, follows: str) -> None:
     ours = metaspace(scheme)
     assert ours.decode(ours.encode("abc", add_special_tokens=False)[1:]) != "abc"  # the space is in the first token
-    renderer, messages = Renderer(ours), [{"role": "user", "content": "de"}]
-    said = [ours.convert_tokens_to_ids("f")]
-    conversation = answered(renderer, Conversation(), messages, said)
-    conversation = answered(renderer, conversation, [*messages, {"role": "user", "content": follows}], said)
-    assert ours.decode(conversation.tokens, skip_special_tokens=True) == f"def{follows}f"
-    assert conversation.tokens.tolist().count(20) == 1 and 2 not in conversation.tokens
+    talk = Talk(ours)
+    for text in ("de", follows):
+        asked, said = talk.ask({"role": "user", "content": text}), np.array([ours.convert_tokens_to_ids("f")])
+        answer = talk.reader.read(asked, said, PARAMS)
+        talk.conversation = talk.conversation.answered(asked, answer, drawn(said.tolist()))
+    tokens = talk.conversation.tokens
+    assert ours.decode(tokens, skip_special_tokens=True) == f"def{follows}f"
+    assert tokens.tolist().count(20) == 1 and 2 not in tokens
 
 
 def byte_level() -> PreTrainedTokenizerBase:
@@ -484,21 +472,19 @@ def byte_level() -> PreTrainedTokenizerBase:
 def test_an_answer_in_pieces_has_its_whole_text(
     ours: PreTrainedTokenizerBase, said: str, cuts: tuple[int, ...], text: str
 ) -> None:
-    renderer, params, conversation = Renderer(ours), evolve(PARAMS, stop=(".c",)), Conversation()
+    reader, params, conversation = AnswerReader(ours), evolve(PARAMS, stop=(".c",)), Conversation()
     tokens = np.array(ours.encode(said, add_special_tokens=False))
     for number, piece in enumerate(np.split(tokens, cuts)):
         asked = RenderedRequest(messages=(), tools=(), tokens=tokens[: not number], by_tokens=True)
-        answer = renderer.answer(asked, piece, params, conversation)
+        answer = reader.read(asked, piece, params, conversation)
         conversation = conversation.answered(asked, answer, drawn(piece.tolist()))
     assert conversation.text == text
 
 
 def test_pieces_go_on_behind_what_the_template_opened() -> None:
-    renderer, ours = thinking()
-    messages = [{"role": "user", "content": "1"}]
-    begun = renderer.ask(Conversation(), messages)
-    said = np.array(ours.encode("12", add_special_tokens=False))
-    conversation = Conversation().answered(begun, renderer.answer(begun, said, PARAMS), drawn(said.tolist()))
+    talk = Talk(printable(THINKING))
+    first = talk.say("12", USER)
+    said = np.array(talk.ids("12"))
     more = RenderedRequest(messages=(), tools=(), tokens=said[:0], by_tokens=True)
-    answer = renderer.answer(more, said, PARAMS, conversation)
-    assert answer.text == f"{conversation.text}12" == f"{conversation.opened}1212" and conversation.opened
+    answer = talk.reader.read(more, said, PARAMS, talk.conversation)
+    assert answer.text == f"{first.text}12" == f"{first.opened}1212" and first.opened

@@ -22,11 +22,11 @@ from corerl.engines import GenerateRequest, Generation
 from corerl.models import load_tokenizer
 from corerl.rollout import Rollout, ScoredRollout
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import Episode
+from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.script import scripted
 from corerl_testing import exact_fraction, read_rollout, write_rollout
 from plugins.agents.tests.clients import connected, post
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Fails, Oracle, Play, assert_equal, parts_of
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.machine import paced
@@ -63,29 +63,25 @@ class Recorded(Oracle):
 def assert_trained_once(rollout: Rollout, recorded: Recorded) -> None:
     """Each answer of the engine is trained on in one place, behind the tokens that it was drawn behind."""
     batch, found = rollout.batch, []
-    for row in range(len(batch)):
-        low, high = batch.offsets[row : row + 2].tolist()
-        tokens, mask = batch.tokens[low:high].tolist(), batch.columns["loss_mask"][low:high]
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int))).tolist()
-        found += [(tokens[:begin], tokens[begin:end]) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-        assert batch.row_columns["turns"][row] == len(edges) // 2
+    for row, parts in enumerate(parts_of(rollout)):
+        before: list[int] = []
+        for tokens, trained in parts:
+            found += [(before, tokens)] if trained else []
+            before = before + tokens
+        assert batch.row_columns["turns"][row] == sum(trained for _, trained in parts)
     assert sorted(found) == sorted((before, said) for before, said, _ in recorded.said)
     sampled = batch.columns["loss_mask"]
-    assert not batch.columns["rollout_logprobs"][~sampled].any() and not batch.columns["versions"][~sampled].any()
-    np.testing.assert_array_equal(batch.columns["rollout_logprobs"][sampled], -batch.tokens[sampled])
-    assert set(batch.columns["versions"][sampled].tolist()) == {3}
+    np.testing.assert_array_equal(batch.columns["rollout_logprobs"], np.where(sampled, -batch.tokens, 0))
+    np.testing.assert_array_equal(batch.columns["versions"], np.where(sampled, 3, 0))
 
 
 def texts(rollout: Rollout) -> list[str]:
     """Of each row, with what is trained on in brackets."""
-    batch, found = rollout.batch, []
-    for row in range(len(batch)):
-        low, high = batch.offsets[row : row + 2].tolist()
-        mask = batch.columns["loss_mask"][low:high]
-        cuts = np.flatnonzero(np.diff(mask)) + 1
-        parts = [TOKENIZER.decode(part, skip_special_tokens=True) for part in np.split(batch.tokens[low:high], cuts)]
-        found.append("".join(f"[{part}]" if (place % 2) ^ mask[0] else part for place, part in enumerate(parts)))
-    return found
+    rows = [
+        [(TOKENIZER.decode(tokens, skip_special_tokens=True), trained) for tokens, trained in parts]
+        for parts in parts_of(rollout)
+    ]
+    return ["".join(f"[{text}]" if trained else text for text, trained in row) for row in rows]
 
 
 def said_in(rollout: Rollout) -> list[str]:
@@ -206,6 +202,21 @@ def test_max_rows_bounds_the_rows_of_an_episode(play: Play) -> None:
     assert len(rollout.batch) == 1 and rollout.outcomes == [None]
     told.clear()
     assert len(play(many, samples=1, prompts=ONE, max_rows=3).batch) == 3 and len(told) == 1
+
+
+class Mine(EpisodeFunction):
+    section = "samplers.mine.episodes"
+
+
+def test_a_refusal_names_the_section_of_the_samplers_own_config(failure: Fails) -> None:
+    def changes(episode: Episode) -> None:
+        asking(episode, [], "21>")
+        asking(episode, [], "5>")
+
+    refused = failure(Mine(name="mine", function=changes), max_rows=1).message
+    assert "one more row than samplers.mine.episodes.max_rows=1; append" in refused
+    late = failure(Mine(name="mine", function=lambda episode: time.sleep(1)), timeout=0.1).message
+    assert "took longer than samplers.mine.episodes.timeout=0.1 seconds" in late
 
 
 def unreadable(text: str, tools: list[Any]) -> Any:

@@ -12,7 +12,7 @@ from tests.machine import paced
 
 def test_it_answers_as_the_server_itself(front: ChatServer) -> None:
     client, url = HttpClient(), front.open(Desk())
-    for more in ({"tools": TOOLS}, {"n": 2}):
+    for more in ({"tools": TOOLS, "logprobs": True}, {"n": 2}):
         body = {"messages": [USER], **more}
         here, there = front.ask(url, body).result(), client.ask(url, body).result(paced(20))
         assert {**there, "id": "", "created": 0} == {**here, "id": "", "created": 0}

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from corerl.rollout import Failure, Judged
-from corerl_agents.chat_server import ChatServer
+from corerl.rollout import Judged
 from corerl_agents.episodes import Episode
 from corerl_agents.posted import NoReward, read_reward
 from plugins.agents.tests.clients import post
-from plugins.agents.tests.oracle import PROMPTS, Play
+from plugins.agents.tests.oracle import PROMPTS, Fails, Play
 
 
 def asked(episode: Episode) -> None:
@@ -34,18 +33,18 @@ def test_a_posted_reward_is_the_episodes(play: Play) -> None:
     assert refusals == [f"the episode has a reward already, {each}; one is posted, once" for each in (1, 5)]
 
 
-def test_a_posted_and_a_returned_reward_fail_the_episode(play: Play) -> None:
+def test_a_posted_and_a_returned_reward_fail_the_episode(failure: Fails) -> None:
     def both(episode: Episode) -> float:
         asked(episode)
         assert post(f"{episode.base_url}/reward", {"reward": 1.0})[0] == 200
         return 2.0
 
-    (outcome,) = play(both, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+    outcome = failure(both)
+    assert outcome.kind == "no-number"
     assert "gave a reward, but another one, 1, was posted to the episode's URL on prompt 40" in outcome.message
 
 
-def test_a_reward_behind_the_end_is_refused(play: Play, front: ChatServer) -> None:
+def test_a_reward_behind_the_end_is_refused(play: Play) -> None:
     urls: list[str] = []
 
     def leaves(episode: Episode) -> float:

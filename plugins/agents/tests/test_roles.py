@@ -17,10 +17,9 @@ from corerl_agents.commands import command_of
 from corerl_agents.episodes import Episode
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.clients import post
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.oracle import PROMPTS, TOKENIZER, Fails, Play, assert_equal, noise_keys, oracle_says
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
-from tests.rollout.samplers import prompt_sampler
 
 ROLES = ("white", "black")
 white_twice_black_once = worker_functions.white_twice_black_once
@@ -39,15 +38,11 @@ def test_each_role_has_its_own_rows_noise_and_reward(play: Play) -> None:
     assert rows["sample"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert rows["episode"].tolist() == list(range(16))
     assert rows["turns"].tolist() == [2, 1] * 8 and rows["final"].all()
-    request = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7).request(
-        PROMPTS, rollout_step=5, samples=4, params=PARAMS
-    )
-    for number, key in enumerate(request.noise_keys.tolist()):
+    for number, key in enumerate(noise_keys()):
         asked = TOKENIZER.encode(PROMPTS[number // 4].text)
         for place, first in enumerate(([*asked, 14], asked)):  # white is asked with one more character
             row = 2 * number + place
-            draws = [hash_key(hash_key(key, place), at) % 14 for at in range(2)]
-            answer = [draws[0] if draws[0] > 3 else 2, *[draw if draw > 3 else 2 for draw in draws[1:] if draws[0] > 3]]
+            answer = oracle_says(hash_key(key, place), limit=2)
             tokens = batch.tokens[batch.offsets[row] : batch.offsets[row + 1]].tolist()
             assert tokens[: len(first) + len(answer)] == [*first, *answer]
     lengths = [len(text) for text in rollout.texts]
@@ -131,7 +126,7 @@ def test_an_episode_that_fails_keeps_the_rows_of_its_roles(play: Play) -> None:
     assert silent.batch.row_columns["role"].tolist() == ["white"] * 2 and not silent.batch.columns["loss_mask"].any()
 
 
-def test_the_url_of_the_episode_belongs_to_no_role(play: Play) -> None:
+def test_the_url_of_the_episode_belongs_to_no_role(failure: Fails) -> None:
     said: list[tuple[int, Any]] = []
 
     def forgets(episode: Episode) -> dict[str, float]:
@@ -140,18 +135,16 @@ def test_the_url_of_the_episode_belongs_to_no_role(play: Play) -> None:
         episode.chat(episode.messages)
         return good
 
-    outcomes = play(forgets, roles=ROLES, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcomes[0], Failure)
     how = "to the URL of one of white, black: episode.role('white'), or {base_url_white}"
-    assert f"the episode has roles (samplers.episodes.roles); send requests {how}" in outcomes[0].message
+    asked = failure(forgets, roles=ROLES).message
+    assert f"the episode has roles (samplers.episodes.roles); send requests {how}" in asked
     ((status, answer),) = said
     assert status == 400 and f"post rewards {how}" in answer["error"]["message"]
 
-    unknown = play(lambda episode: episode.role("wite"), roles=ROLES, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(unknown[0], Failure)
-    assert "no role 'wite'; roles are white, black; did you mean 'white'" in unknown[0].message
-    without = play(lambda episode: episode.role("white"), samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(without[0], Failure) and "no role 'white'; set samplers.episodes.roles" in without[0].message
+    unknown = failure(lambda episode: episode.role("wite"), roles=ROLES).message
+    assert "no role 'wite'; roles are white, black; did you mean 'white'" in unknown
+    without = failure(lambda episode: episode.role("white")).message
+    assert "no role 'white'; set samplers.episodes.roles" in without
 
 
 AGENT = """

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,19 +18,23 @@ from corerl.engines import CacheUse, GenerateRequest, Generation, Stops
 from corerl.errors import EngineFailed
 from corerl.models import load_tokenizer
 from corerl.rollout import EventLoop, Failure, Rollout, Sampler
-from corerl_agents.chat_server import ChatServer
-from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.episodes import Episode
 from corerl_testing import in_parts, until_stop
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines, with_experts
-from plugins.agents.tests.samplers import episode_sampler
+from plugins.agents.tests.oracle import (
+    PARAMS,
+    PROMPTS,
+    TOKENIZER,
+    Oracle,
+    Play,
+    assert_equal,
+    noise_keys,
+    oracle_says,
+    parts_of,
+    played_plainly,
+    with_experts,
+)
+from plugins.agents.tests.worker_functions import two_turns
 from tests.machine import paced
-from tests.rollout.samplers import prompt_sampler
-
-
-def drawn(loop: EventLoop, sampler: Sampler, **arguments: Any) -> Rollout:
-    return loop.run(sampler.sample(PROMPTS, rollout_step=5, **{"samples": 4, "params": PARAMS, **arguments}))
-
 
 WANTED = "wanted a finite number, numbers by name, one for each turn, or None,"
 
@@ -38,21 +43,14 @@ def single(episode: Episode) -> None:
     episode.chat(episode.messages)
 
 
-def two_turns(episode: Episode) -> float:
-    messages = episode.messages
-    call = episode.chat(messages, max_tokens=3)
-    messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
-    return float(len(episode.chat(messages)["message"]["content"]))
-
-
-def test_an_episode_of_one_request_equals_a_plain_sample(play: Play, loop: EventLoop) -> None:
+def test_an_episode_of_one_request_equals_a_plain_sample(play: Play) -> None:
     played = play(single)
-    assert_equal(played, drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
+    assert_equal(played, played_plainly())
     assert played.batch.row_columns["turns"].tolist() == [1] * 8
     assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
 
 
-def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loop: EventLoop) -> None:
+def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play) -> None:
     ours = load_tokenizer(tokenizer="characters:0123456789>s", path="")
     ours.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}{{ brief }}{% endif %}>"
     prompts = [
@@ -60,8 +58,7 @@ def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loo
         for prompt, options in zip(PROMPTS, [{"brief": "77"}, {}], strict=True)
     ]
     played = play(single, prompts=prompts, tokenizer=ours)
-    plain = prompt_sampler(tokenizer=ours, generate=engines(Oracle()), seed=7)
-    assert_equal(played, loop.run(plain.sample(prompts, rollout_step=5, samples=4, params=PARAMS)))
+    assert_equal(played, played_plainly(prompts, ours))
     assert ours.decode(played.batch.tokens[:6]).startswith("21>77>")
 
     def briefly(episode: Episode) -> None:
@@ -71,31 +68,24 @@ def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loo
     assert ours.decode(asked.batch.tokens[:5]).startswith("21>5>")
 
 
-def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, front: ChatServer) -> None:
+def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, sampler: Callable[..., Sampler]) -> None:
     begun: list[int] = []
 
     def noted(episode: Episode) -> None:
         begun.append(episode.prompt.index)
         single(episode)
 
-    sampler = episode_sampler(
-        tokenizer=TOKENIZER,
-        generate=engines(Oracle()),
-        seed=7,
-        function=EpisodeFunction(name="mine:play", function=noted),
-        server=front,
-        config=EpisodesConfig(concurrency=1),
-    )
+    one = sampler(noted, concurrency=1)
 
     async def side_by_side() -> None:
-        each = (sampler.sample([prompt], rollout_step=5, samples=3, params=PARAMS) for prompt in PROMPTS)
+        each = (one.sample([prompt], rollout_step=5, samples=3, params=PARAMS) for prompt in PROMPTS)
         await asyncio.gather(*each)
 
     loop.run(side_by_side())
     assert begun == [40, 40, 40, 8, 8, 8]
 
 
-def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play, loop: EventLoop, front: ChatServer) -> None:
+def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play) -> None:
     playing, most = 0, 0
 
     async def counted(episode: Episode) -> None:
@@ -108,16 +98,7 @@ def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play, loop: E
     async def cache_use() -> dict[str, CacheUse]:
         return {"engine-0": CacheUse(capacity=41, tokens=0, retracted=0)}  # of two rows of 4 + 12 tokens, and some more
 
-    sampler = episode_sampler(
-        tokenizer=TOKENIZER,
-        generate=engines(Oracle()),
-        seed=7,
-        function=EpisodeFunction(name="mine:play", function=counted),
-        server=front,
-        config=EpisodesConfig(concurrency="auto"),
-        cache_use=cache_use,
-    )
-    assert_equal(drawn(loop, sampler), play(single))
+    assert_equal(play(counted, concurrency="auto", cache_use=cache_use), play(single))
     assert most == 2
 
 
@@ -132,7 +113,7 @@ def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
     reference = play(two_turns, generate=together)
     assert_equal(play(slow), reference)
     told: list[tuple[int, int]] = []
-    one_by_one = play(two_turns, generate=alone, concurrency=1, told=lambda done, of: told.append((done, of)))
+    one_by_one = play(two_turns, generate=alone, concurrency=1, on_progress=lambda done, of: told.append((done, of)))
     assert_equal(one_by_one, reference)
     assert told == [(done, 8) for done in range(9)]
     assert [len(request) for request in alone.requests] == [1] * 16
@@ -142,36 +123,25 @@ def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
 
 def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     rollout = play(two_turns)
-    plain = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
-    keys = plain.request(PROMPTS, rollout_step=5, samples=4, params=PARAMS).noise_keys
-    for row, tokens in enumerate(np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])):
+    keys = noise_keys()
+    for row, parts in enumerate(parts_of(rollout)):
         group = row // 4
         prompt = TOKENIZER.encode(PROMPTS[group].text)
-
-        def say(length: int, limit: int, key: int = int(keys[row])) -> list[int]:
-            request = GenerateRequest(
-                tokens=np.zeros(0, np.int64),
-                offsets=np.zeros(2, np.int64),
-                noise_keys=np.array([key]),
-                params=evolve(PARAMS, max_tokens=limit),
-                response_lengths=np.array([length]),
-            )
-            return Oracle()(request).tokens.tolist()
-
-        first = say(0, 3)
+        first = oracle_says(keys[row], limit=3)
         tool = TOKENIZER.encode(("9>", "77>")[group])[1:]
-        second = say(len(first) + len(tool), 12)
-        assert tokens.tolist() == [*prompt, *first, *tool, *second]
-        low, high = rollout.batch.offsets[row : row + 2]
-        sampled = np.repeat([False, True, False, True], list(map(len, (prompt, first, tool, second))))
-        np.testing.assert_array_equal(rollout.batch.columns["loss_mask"][low:high], sampled)
-        columns, rows = rollout.batch.columns, rollout.batch.row_columns
-        np.testing.assert_array_equal(columns["rollout_logprobs"][low:high], np.where(sampled, -tokens, 0))
-        np.testing.assert_array_equal(columns["versions"][low:high], np.where(sampled, 3, 0))
-        assert rows["prompt_length"][row] == len(prompt) and rows["span"][row] == len(tokens) - len(prompt)
-        assert rows["response_length"][row] == len(first) + len(second)
-        assert rows["truncated"][row] == (second[-1] != 2)
-    assert rollout.batch.row_columns["turns"].tolist() == [2] * 8
+        second = oracle_says(keys[row], length=len(first) + len(tool))
+        assert parts == [(prompt, False), (first, True), (tool, False), (second, True)]
+        wanted = {
+            "prompt_length": len(prompt),
+            "span": len(first) + len(tool) + len(second),
+            "response_length": len(first) + len(second),
+            "truncated": second[-1] != 2,
+            "turns": 2,
+        }
+        assert {name: rollout.batch.row_columns[name][row] for name in wanted} == wanted
+    columns, mask = rollout.batch.columns, rollout.batch.columns["loss_mask"]
+    np.testing.assert_array_equal(columns["rollout_logprobs"], np.where(mask, -rollout.batch.tokens, 0))
+    np.testing.assert_array_equal(columns["versions"], np.where(mask, 3, 0))
 
 
 def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
@@ -225,11 +195,10 @@ def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
     assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
 
 
-def test_async_functions_share_a_loop_and_a_time_limit(play: Play) -> None:
-    loops, ended = set(), []
+def test_async_functions_are_cancelled_at_their_time_limit(play: Play) -> None:
+    ended = []
 
     async def later(episode: Episode) -> float:
-        loops.add(asyncio.get_running_loop())
         await episode.chat_async(episode.messages)
         if episode.prompt.index == 8:
             try:
@@ -245,7 +214,7 @@ def test_async_functions_share_a_loop_and_a_time_limit(play: Play) -> None:
     deadline = time.monotonic() + paced(20)
     while len(ended) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(ended) == 4 and len(loops) == 1
+    assert len(ended) == 4
 
 
 def test_a_first_request_without_room_fails_its_episode_alone(play: Play) -> None:
@@ -336,12 +305,7 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
         samples=16,
         params=evolve(PARAMS, max_tokens=60),
     )
-    sampled: list[str] = []
-    batch = rollout.batch
-    rows, masks = (np.split(each, batch.offsets[1:-1]) for each in (batch.tokens, batch.columns["loss_mask"]))
-    for row, mask in zip(rows, masks, strict=True):
-        cuts = np.flatnonzero(np.diff(mask)) + 1
-        sampled += [TOKENIZER.decode(part) for part in np.split(row, cuts)[1::2]]
+    sampled = [TOKENIZER.decode(tokens) for row in parts_of(rollout) for tokens, trained in row if trained]
     said = [text.removesuffix("<eos>") for text in sampled]
     assert sorted(contents) == sorted(text[:-2] if text[-2:] in stop else text for text in said)
     assert not any(each in text[:-1] for each in stop for text in said)

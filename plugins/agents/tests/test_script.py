@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,11 @@ import pytest
 from corerl.config import ModelConfig, RolloutConfig
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
-from corerl.errors import ConfigError
-from corerl.models import end_tokens, load_tokenizer
-from corerl.rollout import EventLoop
-from corerl_agents.chat_server import ChatServer
+from corerl.models import load_tokenizer
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.episodes import Episode
 from corerl_agents.script import _generated, byte_tokenizer, scripted
-from plugins.agents.tests.samplers import episode_sampler
-from tests.rollout.samplers import prompt_sampler
+from plugins.agents.tests.oracle import Play
 
 PROMPT = Prompt(index=0, text="2+3=", answer="5")
 
@@ -31,14 +26,6 @@ def test_a_script_answers_and_records_requests_in_turn() -> None:
         with pytest.raises(RuntimeError, match="the script has only 2 answers, but one more was requested"):
             script.episode.chat([*messages, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}])
     assert script.asked[:2] == [["2+3="], ["2+3=", "one", "and?"]]
-
-
-def test_a_script_whose_options_are_wrong_says_so() -> None:
-    with (
-        pytest.raises(ConfigError, match=r"tool_calls: unknown format 'hermess'.*did you mean 'hermes'"),
-        scripted(PROMPT, [], options=EpisodesConfig(tool_calls="hermess")),
-    ):
-        raise AssertionError("an episode has begun")
 
 
 WHOLE = "I look.\nObservation: x"
@@ -92,7 +79,7 @@ def talk(episode: Episode) -> list[Any]:
     return heard
 
 
-def test_a_scripted_function_gets_what_a_run_gives() -> None:
+def test_a_scripted_function_gets_what_a_run_gives(play: Play) -> None:
     answers = [CALL, "It is five", "It is 5", "x" * 99]
     rollout, options = RolloutConfig(max_tokens=150), EpisodesConfig(max_rows=1)
     with scripted(PROMPT, answers, rollout=rollout, options=options) as script:
@@ -104,20 +91,12 @@ def test_a_scripted_function_gets_what_a_run_gives() -> None:
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
         return _generated(next(left), request, tokenizer)
 
-    loop = EventLoop("tested")
-    front = ChatServer(loop, temperature=1.0, top_p=1.0)
-    sampler = episode_sampler(
-        tokenizer=tokenizer,
-        generate=generate,
-        seed=0,
-        function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
-        server=front,
-        config=options,
-    )
+    def mine(episode: Episode) -> None:
+        in_run.extend(talk(episode))
+
     params = SamplingParams(max_tokens=150, stop_tokens=(256,))
-    batch = loop.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).batch
-    front.close()
-    loop.close()
+    how = {"tokenizer": tokenizer, "generate": generate, "prompts": [PROMPT], "samples": 1, "params": params}
+    batch = play(mine, max_rows=1, **how).batch
     assert heard == in_run
     outcomes = [said["code"] if "code" in said else said["choices"][0]["finish_reason"] for said in heard]
     assert outcomes == [
@@ -134,7 +113,7 @@ def test_a_scripted_function_gets_what_a_run_gives() -> None:
 
 
 @pytest.mark.parametrize(("special_tokens", "text"), [(False, "2+3=5"), (True, "<think>2+3=<think>5")])
-def test_the_reward_gets_special_tokens_as_in_a_run(tmp_path: Path, special_tokens: bool, text: str) -> None:
+def test_the_reward_gets_special_tokens_where_it_wants_them(tmp_path: Path, special_tokens: bool, text: str) -> None:
     tokenizer = load_tokenizer(tokenizer="characters:0123456789+=", path="")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
     tokenizer.save_pretrained(tmp_path)
@@ -143,10 +122,3 @@ def test_the_reward_gets_special_tokens_as_in_a_run(tmp_path: Path, special_toke
         assert script.text == ""
         said = script.episode.chat(script.episode.messages)["message"]["content"]
         assert (said, script.text) == ("2+3=5", text)
-
-    async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        return _generated("<think>2+3=<think>5", request, tokenizer)
-
-    sampler = prompt_sampler(tokenizer=tokenizer, generate=generate, seed=0, special_tokens=special_tokens)
-    params = SamplingParams(max_tokens=50, stop_tokens=tuple(end_tokens(tokenizer, model)))
-    assert asyncio.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).texts == [text]

@@ -11,7 +11,7 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from corerl.errors import ConfigError
-from corerl_agents.pieces import before
+from corerl_agents.answers import before
 from corerl_agents.script import byte_tokenizer
 from corerl_agents.tool_calls import (
     FORMATS,
@@ -303,33 +303,23 @@ def test_deepseek_says_itself_which_arguments_are_strings() -> None:
 
 
 def test_types_are_read_in_every_json_schema_form() -> None:
-    properties = {
-        "plain": {"type": "integer"},
-        "several": {"type": ["integer", "null"]},
-        "any": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "nullable": {"type": "number", "nullable": True},
-        "enum": {"enum": [1, 2]},
-        "const": {"const": True},
-        "ref": {"$ref": "#/$defs/Point"},
-        "loop": {"$ref": "#/$defs/Loop"},
-        "none": {"description": "anything"},
-        "odd": True,
+    forms: dict[str, tuple[Any, set[str]]] = {
+        "plain": ({"type": "integer"}, {"integer"}),
+        "several": ({"type": ["integer", "null"]}, {"integer", "null"}),
+        "any": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"string", "null"}),
+        "nullable": ({"type": "number", "nullable": True}, {"number", "null"}),
+        "enum": ({"enum": [1, 2]}, {"integer"}),
+        "const": ({"const": True}, {"boolean"}),
+        "ref": ({"$ref": "#/$defs/Point"}, {"object"}),
+        "loop": ({"$ref": "#/$defs/Loop"}, {"array"}),
+        "none": ({"description": "anything"}, set()),
+        "odd": (True, set()),
     }
+    properties = {name: schema for name, (schema, _) in forms.items()}
     defined = {"Point": {"type": "object"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "array"}]}}
     tool = {"name": "add", "parameters": {"type": "object", "properties": properties, "$defs": defined}}
     found = kinds_of_arguments([{"type": "function", "function": {"name": "get"}}, {"function": tool}], "add")
-    assert {name: set(kinds) for name, kinds in found.items()} == {
-        "plain": {"integer"},
-        "several": {"integer", "null"},
-        "any": {"string", "null"},
-        "nullable": {"number", "null"},
-        "enum": {"integer"},
-        "const": {"boolean"},
-        "ref": {"object"},
-        "loop": {"array"},
-        "none": set(),
-        "odd": set(),
-    }
+    assert {name: set(kinds) for name, kinds in found.items()} == {name: kinds for name, (_, kinds) in forms.items()}
     assert kinds_of_arguments([tool], "add") == found  # as Responses and some libraries write tools
     assert kinds_of_arguments([tool], "get") == {}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pickle
+import queue
 import resource
 import signal
 import threading
@@ -19,9 +22,10 @@ from corerl.rollout import Failure
 from corerl_agents import workers
 from corerl_agents.commands import FILES
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.workers import Gone, LocalProcess, PlayedByWorkers
+from corerl_agents.episodes import Episode
+from corerl_agents.workers import Gone, LocalProcess, PlayedByWorkers, Workers
 from plugins.agents.tests import worker_functions
-from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
+from plugins.agents.tests.oracle import PROMPTS, Fails, Play, assert_equal
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -62,13 +66,6 @@ def test_workers_play_as_the_driver_does(play: Play, start: Start) -> None:
     assert there.outcomes == here.outcomes and all(isinstance(each, float) for each in here.outcomes)
 
 
-def test_a_worker_asks_side_by_side(play: Play, start: Start) -> None:
-    """The noise of requests side by side depends on whether one is answered before another one comes."""
-    there = play(start("side_by_side", 2))
-    assert there.batch.row_columns["episode"].tolist() == [each for each in range(8) for _ in range(2)]
-    assert all(isinstance(each, float) for each in there.outcomes)
-
-
 def test_a_worker_imports_what_its_function_needs_alone(play: Play, start: Start) -> None:
     assert play(start("heavy", 1), samples=1).outcomes == [0.0, 0.0]
 
@@ -100,10 +97,9 @@ def test_episodes_are_played_where_the_limit_cannot_be_raised(
     assert asked == [(FILES, resource.RLIM_INFINITY)]
 
 
-def test_a_refusal_is_that_of_the_driver(play: Play, start: Start) -> None:
-    (here,) = play(worker_functions.refused, samples=1, prompts=PROMPTS[:1]).outcomes
-    (there,) = play(start("refused", 1), samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(here, Failure) and isinstance(there, Failure) and there.kind == here.kind == "raised"
+def test_a_refusal_is_that_of_the_driver(failure: Fails, start: Start) -> None:
+    here, there = failure(worker_functions.refused), failure(start("refused", 1))
+    assert there.kind == here.kind == "raised"
     assert there.message == here.message.replace("mine:play", f"{HERE}:refused")
 
 
@@ -148,63 +144,108 @@ def test_a_worker_that_cannot_import_ends_the_run(
         play(start("play", 2, module="ends_elsewhere"))
 
 
-def test_a_worker_lost_before_its_start_is_replaced(play: Play, start: Start) -> None:
-    """Its node is gone, say, as it is begun."""
-    begun: list[LocalProcess] = []
-
-    def launch() -> LocalProcess:
-        lost = Gone("the node is gone", lost=True)
-        begun.append(LocalProcess(EpisodesConfig(function=f"{HERE}:where")))
-        if len(begun) == 1:
-            begun[0].receive = Mock(side_effect=lost)  # type: ignore[method-assign]
-        return begun[-1]
-
-    pids = play(start("where", 1, launch=launch), samples=1).outcomes
-    assert pids == [begun[1].process.pid] * 2
-    wait_for(lambda: not begun[0].process.is_alive())
-
-
-class Lost:
-    """A process whose node is gone before it has started, once it has been given an episode."""
+class Pretended:
+    """A process that imports its function and ends when a test says so, and plays an episode at once by its number."""
 
     process = Mock(is_alive=lambda: False)
 
-    def __init__(self) -> None:
-        self.over = threading.Event()
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.imported, self.asked = threading.Event(), threading.Event()
+        self.gone: Gone | None = None
+        self.ended = False
+        self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._said.put(None)
 
     def send(self, message: bytes) -> None:
-        self.over.set()
+        number, *asked = pickle.loads(message)
+        if asked:
+            self._said.put((number, self.number))
+            self.asked.set()
 
     def receive(self) -> bytes:
-        self.over.wait()
-        raise Gone("its node is gone", lost=True)
+        self.imported.wait()
+        said = self.gone or self._said.get()
+        if isinstance(said, Gone):
+            raise said
+        return pickle.dumps(said)
+
+    def ends(self, gone: Gone) -> None:
+        self.gone = gone
+        self._said.put(gone)
+        self.imported.set()
 
     def kill(self) -> None:
-        self.over.set()
+        self.ended = True
+        self.ends(Gone("SIGKILL"))
 
     end = kill
 
 
-def test_an_episode_of_a_worker_that_never_began_is_played(play: Play, start: Start) -> None:
-    begun: list[LocalProcess | Lost] = []
+LOST = Gone("the node is gone", lost=True)
+EPISODE = Episode(prompt=PROMPTS[0], base_url="", server=Mock())
 
-    def launch() -> LocalProcess | Lost:
-        begun.append(Lost() if len(begun) == 1 else LocalProcess(EpisodesConfig(function=f"{HERE}:where")))
+
+def pretending(start: Start) -> tuple[Workers, list[Pretended]]:
+    """One worker, and the processes that were begun for it."""
+    begun: list[Pretended] = []
+
+    def launch() -> Pretended:
+        begun.append(Pretended(len(begun)))
         return begun[-1]
 
-    function = start("where", 1, launch=launch)
-    (one,) = {*play(function).outcomes}
-    os.kill(int(one), signal.SIGKILL)
+    return start("where", 1, launch=launch).workers, begun
+
+
+def test_a_worker_lost_before_its_start_is_replaced(start: Start) -> None:
+    """Its node is gone, say, as it is begun: whoever waits for it, and for the episode that it was given, gets both."""
+    made, begun = pretending(start)
+
+    async def lose() -> Any:
+        waiting = asyncio.gather(made.started(), made.play(EPISODE, "one"))
+        await asyncio.to_thread(begun[0].asked.wait, paced(20))
+        begun[0].ends(LOST)
+        await asyncio.to_thread(wait_for, lambda: len(begun) == 2 and begun[0].ended)
+        begun[1].imported.set()
+        return await asyncio.wait_for(waiting, paced(20))
+
+    assert asyncio.run(lose()) == [None, 1]
+
+
+def test_workers_replaced_while_they_import_play_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "GRACE", 0.0)
+    made, begun = pretending(start)
+    begun[0].ends(LOST)
     wait_for(lambda: len(begun) == 2)
-    outcomes = play(function).outcomes
-    assert len(begun) == 3 and {*outcomes} == {float(begun[2].process.pid)} and len(outcomes) == 8
+    begun[1].imported.set()
+
+    async def three_episodes() -> list[Any]:
+        await made.started()
+        begun[1].ends(Gone("SIGKILL"))
+        await asyncio.to_thread(wait_for, lambda: len(begun) == 3)
+        given_up, other = (asyncio.create_task(made.play(EPISODE, name)) for name in ("given up", "other"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.to_thread(wait_for, lambda: len(begun) == 4)
+        for each in begun[2:]:
+            each.imported.set()
+        return [await asyncio.wait_for(each, paced(20)) for each in (other, made.play(EPISODE, "next"))]
+
+    assert asyncio.run(three_episodes()) == [2, 3]
 
 
-def test_where_no_worker_can_be_begun_the_run_ends(play: Play, start: Start) -> None:
-    ends = LocalProcess(EpisodesConfig(function=f"{HERE}:ends_its_process"))
-    launch = Mock(side_effect=[ends, WorkerDied("no node is left")])
+def test_where_no_worker_can_be_begun_its_episode_ends(start: Start) -> None:
+    first = Pretended()
+    made = start("where", 1, launch=Mock(side_effect=[first, WorkerDied("no node is left")])).workers
+
+    async def play() -> None:
+        playing = asyncio.create_task(made.play(EPISODE, "one"))
+        await asyncio.to_thread(first.asked.wait, paced(20))
+        first.ends(LOST)
+        await asyncio.wait_for(playing, paced(20))
+
     with pytest.raises(WorkerDied, match="^no node is left$"):
-        play(start("ends_its_process", 1, launch=launch), samples=1)
+        asyncio.run(play())
 
 
 def test_a_worker_needs_the_directory_of_the_run(play: Play, start: Start, tmp_path: Path) -> None:

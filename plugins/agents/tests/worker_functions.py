@@ -23,12 +23,6 @@ def two_turns(episode: Episode) -> float:
     return float(len(episode.chat(messages, stream=True)["message"]["content"]))
 
 
-async def side_by_side(episode: Episode) -> float:
-    asked = [[{"role": "user", "content": text}] for text in ("1", "22")]
-    answers = await asyncio.gather(*map(episode.chat_async, asked))
-    return float(sum(len(each["message"]["content"]) for each in answers))
-
-
 def where(episode: Episode) -> float:
     episode.chat(episode.messages, max_tokens=1)
     return float(os.getpid())

@@ -40,6 +40,7 @@ class SumData(vf.TaskData):
 class SumConfig(vf.TaskConfig):
     tools: bool = False
     broken: bool = False
+    exits: bool = False
     calculator: vf.ToolsetConfig = vf.ToolsetConfig()
 
 
@@ -52,6 +53,8 @@ class Sum(vf.Task[SumData, vf.State, SumConfig]):
     async def right(self, trace) -> float:
         if self.config.broken:
             raise ZeroDivisionError("the judge is out")
+        if self.config.exits:
+            raise SystemExit("it has left")
         return float(self.data.answer in (trace.last_reply or ""))
 
     @vf.reward
@@ -87,35 +90,13 @@ if __name__ == "__main__":
     Calculator.run()
 '''
 
-LETTERS = '''
-"""Every a of an answer is worth a quarter."""
-
-import verifiers.v1 as vf
-
-
-class Letters(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    @vf.reward
-    async def share(self, trace) -> float:
-        return (trace.last_reply or "").count("a") / 4
-
-
-class Words(vf.Taskset[Letters, vf.TasksetConfig]):
-    def load(self):
-        return (Letters(vf.TaskData(prompt=f"{a}{b}?"), self.config.task) for a in "abcdefgh" for b in "abcdefgh")
-
-
-__all__ = ["Words"]
-'''
-
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The modules `my_sums` and `my_letters`, for this process and for those of tools."""
+    """The module `my_sums`, for this process and for those of tools."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "my_sums.py").write_text(TASKSET)
-    (tmp_path / "site" / "my_letters.py").write_text(LETTERS)
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "site"), *sys.path])))
     yield
-    for name in ("my_sums", "my_letters"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("my_sums", None)

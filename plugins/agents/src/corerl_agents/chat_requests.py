@@ -13,6 +13,8 @@ from corerl.types import Array, IntArray
 if TYPE_CHECKING:
     from corerl_agents.conversation import Message  # which imports torch, for tokenizers
 
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # as tokens are decoded that end within a character
+
 
 @frozen(kw_only=True)
 class ChatRequest:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from attrs import field, frozen
 
+from corerl.data import parse_json
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, note, one_line, shorten_to_end
 from corerl.rollout import exit_status, in_thread, number
@@ -151,7 +152,7 @@ def _reward(line: str, roles: Collection[str]) -> Played:
     """The reward that a last line of output has, or those of the roles; None if it is something else. Raises
     NoReward."""
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError:
         return None
     if isinstance(content, dict) and "reward" in content:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from attrs import evolve, frozen
@@ -13,7 +13,6 @@ from corerl.errors import ConfigError
 from corerl.plugin import Problem, SamplerRun, SamplerSpec
 
 MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
-
 MOST_WORKERS = 1024  # likewise
 NAME = "[A-Za-z][A-Za-z0-9_]*"  # of a role: also of its variable in a command's environment, and of its metrics
 # Options that say who plays, which an environment does itself.
@@ -91,14 +90,20 @@ class EpisodesConfig:
     )
 
 
-def check_concurrency(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
-    """Whether the engine can say what `concurrency = "auto"` asks it."""
+def check_policy(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
+    """What is wrong with the options that do not say who plays."""
+    from corerl_agents.tool_calls import format_of
+
     if options.concurrency == AUTO and (run.engine is None or not run.engine.cache_use):
         yield Problem(
             "concurrency",
             f"'auto', but the engine {run.rollout.engine!r} does not say how full its cache of keys and values is; set "
             "a number",
         )
+    try:
+        format_of(options.tool_calls, None)
+    except ConfigError as error:
+        yield Problem("tool_calls", error.message.removeprefix("samplers.episodes.tool_calls: "))
 
 
 def check_environment(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
@@ -107,21 +112,19 @@ def check_environment(options: EpisodesConfig, run: SamplerRun) -> Iterator[Prob
     for setting in PLAYERS:
         if getattr(options, setting) != getattr(default, setting):
             yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
-    yield from (evolve(each, path=f"episodes.{each.path}") for each in check_concurrency(options, run))
+    yield from (evolve(each, path=f"episodes.{each.path}") for each in check_policy(options, run))
 
 
 def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
-    """Whether the function or the command, and the format of tool calls are there, and the function can be called."""
-    from corerl_agents.commands import command_of
-    from corerl_agents.episodes import resolve_function
-    from corerl_agents.tool_calls import format_of
+    """Whether the function or the command is there, and all else fits it and the run."""
+    from corerl_agents.workers import player_of
 
     if bool(options.function) == bool(options.command):
         empty = "empty; set it to 'module:function', which plays an episode, or samplers.episodes.command to a program"
         both = "a function and samplers.episodes.command are set, but one of them plays an episode; remove the other"
         yield Problem("function", both if options.command else empty)
         return
-    yield from check_concurrency(options, run)
+    yield from check_policy(options, run)
     if options.workers_on == "cluster":
         if not run.cluster.address:
             one = "the run starts a Ray of this machine alone"
@@ -133,9 +136,7 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
         if not re.fullmatch(NAME, name) or upper.count(name.upper()) > 1:
             yield Problem("roles", f"got {name!r}, wanted names of letters, digits and _, each of them once")
             break
-    tried: dict[str, Callable[[], Any]] = {"tool_calls": lambda: format_of(options.tool_calls, None)}
     if options.command:
-        tried["command"] = lambda: command_of(options.command, options.roles)
         if options.workers and options.workers_on == "driver":
             yield Problem(
                 "workers",
@@ -146,13 +147,11 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
             yield Problem(
                 "options", "are arguments of a function; write those of a command into samplers.episodes.command"
             )
-    else:
-        tried["function"] = lambda: resolve_function(options.function, options.options)
-    for setting, resolve in tried.items():
-        try:
-            resolve()
-        except ConfigError as error:
-            yield Problem(setting, error.message.removeprefix(f"samplers.episodes.{setting}: "))
+    player = "command" if options.command else "function"
+    try:
+        player_of(options)
+    except ConfigError as error:
+        yield Problem(player, error.message.removeprefix(f"samplers.episodes.{player}: "))
 
 
 SPEC = SamplerSpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import threading
@@ -69,9 +70,9 @@ class Episode:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The prompt as chat messages; a text becomes one user message. A new list, which you may append to."""
+        """The prompt as chat messages; a text becomes one user message. New ones, which you may change."""
         chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
-        return [dict(message) for message in chat]
+        return [copy.deepcopy(dict(message)) for message in chat]
 
     @staticmethod
     def picture(picture: bytes | str | Path) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class EpisodeFunction:
     """A user's function with its name in the config and its options."""
 
     setting: ClassVar[str] = "samplers.episodes.function"  # with the name
-    limit: ClassVar[str] = "samplers.episodes.timeout"
+    section: ClassVar[str] = "samplers.episodes"  # with the options of episodes
     name: str
     # (episode, **options) -> WANTED, or that of each role by name; or an awaitable of it
     function: Callable[..., Any]
@@ -175,7 +176,7 @@ class EpisodeFunction:
         """End what it has started, as the run ends."""
 
     def late(self, timeout: float, prompt: Prompt) -> Failure:
-        return self.failure("timeout", f"took longer than {self.limit}={timeout:g} seconds", prompt)
+        return self.failure("timeout", f"took longer than {self.section}.timeout={timeout:g} seconds", prompt)
 
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
         message = f"{self.setting} {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"

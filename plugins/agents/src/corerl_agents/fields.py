@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -18,26 +19,22 @@ UNSUPPORTED = "unsupported_parameter"
 
 
 @frozen(kw_only=True)
-class Field:
-    """What becomes of a field, and the values that it may have, besides null, which is as good as leaving it out."""
+class Values:
+    """Those that a field may have, besides null, which is as good as leaving it out."""
 
-    becomes: Becomes
-    why: str  # what the value does, or what to do in place of sending one
-    wanted: str = "no such field"
+    wanted: str
     fits: Callable[[Any], bool] = lambda value: False
-    code: str = "invalid_request"  # of the error for any other value
     taken: tuple[Any, ...] = ()  # examples, for the documentation and the tests
-    refused: tuple[Any, ...] = ()  # likewise
+    refused: tuple[Any, ...]  # likewise
 
 
 @frozen(kw_only=True)
-class Values:
-    """A kind of values."""
+class Field(Values):
+    """A field of requests."""
 
-    wanted: str
-    fits: Callable[[Any], bool]
-    taken: tuple[Any, ...]
-    refused: tuple[Any, ...]
+    becomes: Becomes
+    why: str  # what the value does, or what to do in place of sending one
+    code: str = "invalid_request"  # of the error for any other value
 
 
 def of_kind(of: type, wanted: str, *, taken: Any, refused: Any) -> Values:
@@ -72,15 +69,9 @@ OBJECTS = Values(
 )
 
 
-def honoured(values: Values, why: str, *, taken: tuple[Any, ...] = (), refused: tuple[Any, ...] = ()) -> Field:
-    return _field("honoured", values, why, taken, refused)
-
-
-def ignored(values: Values, why: str, *, taken: tuple[Any, ...] = (), refused: tuple[Any, ...] = ()) -> Field:
-    return _field("ignored", values, why, taken, refused)
-
-
-def _field(becomes: Becomes, values: Values, why: str, taken: tuple[Any, ...], refused: tuple[Any, ...]) -> Field:
+def _field(
+    becomes: Becomes, values: Values, why: str, *, taken: tuple[Any, ...] = (), refused: tuple[Any, ...] = ()
+) -> Field:
     return Field(
         becomes=becomes,
         why=why,
@@ -89,6 +80,10 @@ def _field(becomes: Becomes, values: Values, why: str, taken: tuple[Any, ...], r
         taken=taken or values.taken,
         refused=refused or values.refused,
     )
+
+
+honoured = functools.partial(_field, "honoured")
+ignored = functools.partial(_field, "ignored")
 
 
 def only(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from corerl.data import parse_json
 from corerl.messages import short_repr
 from corerl.rollout import Judged, number
 from corerl_agents.refused import SHOWN, Refused
@@ -57,7 +58,7 @@ class PostedReward:
     def post(self, body: str | bytes) -> None:
         """Take the reward, once. Raises Refused."""
         try:
-            judged = read_reward(json.loads(body))
+            judged = read_reward(parse_json(body))
         except NoReward as error:
             raise Refused(str(error), code="no_reward") from error
         except ValueError as error:

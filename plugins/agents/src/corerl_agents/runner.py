@@ -16,10 +16,11 @@ from corerl.messages import note
 from corerl.pictures import Picture, PictureReader
 from corerl.rollout import Failure, Judged
 from corerl.types import IntArray, all_shown
+from corerl_agents.answers import AnswerReader
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece, Piece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import MOST, EpisodesConfig
-from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Renderer, Row, read_messages
+from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Row
 from corerl_agents.episodes import Episode, EpisodeFunction, Played, Rewarded
 from corerl_agents.gathering import Gathering
 from corerl_agents.histories import History, Turn
@@ -27,6 +28,7 @@ from corerl_agents.pictures import Shown, with_pictures
 from corerl_agents.places import Places
 from corerl_agents.posted import PostedReward
 from corerl_agents.refused import Diverges, Refused
+from corerl_agents.renderer import Renderer, read_messages
 from corerl_agents.tool_calls import format_of, unread
 
 if TYPE_CHECKING:
@@ -112,14 +114,14 @@ class EpisodeRunner:
         calls = format_of(config.tool_calls, tokenizer)
         self._renderer = Renderer(
             tokenizer,
-            calls,
             template_options,
-            special_tokens=special_tokens,
             unshown_tools=config.tool_calls != "auto",
-            separate_reasoning=config.reasoning == "separate",
-            unread=unread(config.tool_calls, calls, tokenizer),
+            unread=unread(config.tool_calls, calls, tokenizer, section=function.section),
+            section=function.section,
             pictures=pictures,
         )
+        apart = config.reasoning == "separate"
+        self._answers = AnswerReader(tokenizer, calls, special_tokens=special_tokens, separate_reasoning=apart)
         self._params = params
         self._function = function
         self._timeout = config.timeout
@@ -291,18 +293,14 @@ class EpisodeRunner:
             reasoning=answer.reasoning,
             tool_calls=answer.calls,
             finish_reason="length" if generation.truncated[0] else "tool_calls" if answer.calls else "stop",
-            stopped=self._renderer.stopped(generation.tokens, chat.stop),
+            stopped=self._answers.stopped(generation.tokens, chat.stop),
             prompt_token_ids=turn.request.tokens,
             token_ids=generation.tokens,
-            tokens=self._texts(generation.tokens) if chat.logprobs else (),
+            tokens=self._answers.texts(generation.tokens) if chat.logprobs else (),
             logprobs=generation.logprobs.tolist() if chat.logprobs else (),
             versions=generation.versions,
             routed_experts=generation.routed_experts,
         )
-
-    def _texts(self, tokens: IntArray) -> list[str]:
-        """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
-        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
 
     def _turn(
         self, state: EpisodeState, generate: Generate, chat: ChatRequest, pictures: Mapping[str, Picture]
@@ -389,9 +387,10 @@ class EpisodeRunner:
             return
         if root.begun >= self._most_rows:
             why = difference.text if difference else "messages: another request goes on from the same ones"
+            limit = f"{self._function.section}.max_rows={self._most_rows}"
             raise Refused(
-                f"{why}; this would begin one more row than samplers.episodes.max_rows={self._most_rows}; append "
-                "messages to those of an answer and change none, or raise it",
+                f"{why}; this would begin one more row than {limit}; append messages to those of an answer and change "
+                "none, or raise it",
                 code="too_many_rows",
             )
         # Few want this: a client that strips answers makes a row of every turn.
@@ -417,7 +416,7 @@ class EpisodeRunner:
             lost = self._pictures is not None and self._pictures.placeholder in generation.tokens[-1:]
             if lost:  # a sampled placeholder stands for no picture: it ends the answer, and nothing can follow it
                 generation = evolve(generation, truncated=np.ones(1, np.bool_))
-            answer = self._renderer.answer(asked, generation.tokens, request.params, history.conversation)
+            answer = self._answers.read(asked, generation.tokens, request.params, history.conversation)
         except Exception:  # such as of what reads tool calls: the same request has the same noise, and no row more
             history.turns.remove(turn)
             raise
@@ -450,7 +449,7 @@ class EpisodeRunner:
                 return done
             rest = continued(request, done)
             if turn.on_piece is not None:
-                reasoning, text = self._renderer.known(asked, done.tokens, request.params)
+                reasoning, text = self._answers.known(asked, done.tokens, request.params)
                 before, said = len(request.tokens), len(done.tokens)
                 turn.on_piece(Piece(text=text, reasoning=reasoning, prompt_tokens=before, tokens=said))
 

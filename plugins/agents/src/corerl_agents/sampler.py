@@ -59,8 +59,12 @@ class EpisodeSampler(Sampler):
         if 0 < gc.get_threshold()[0] < COLLECT_AFTER:
             gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
         params = context.params
-        nodes = _nodes(options, context) if options.workers_on == "cluster" else None
-        self._function = function or _player(options, nodes)
+        nodes: NodeProcesses | None = None
+        if options.workers_on == "cluster":
+            from corerl_agents.nodes import NodeProcesses  # imports ray
+
+            nodes = NodeProcesses(options, context.environment)
+        self._function = function or (PlayedByWorkers.start(options, nodes) if options.workers else player_of(options))
         self._server = server or ChatServer(
             context.loop,
             temperature=params.temperature,
@@ -124,17 +128,6 @@ class EpisodeSampler(Sampler):
             raise ConfigError(f"samplers.episodes.concurrency: {AUTO!r} needs the engines of a run; set a number")
         longest = int(np.diff(request.offsets).max(initial=0)) + request.params.max_tokens
         return Places(self.context.cache_use, longest=longest)
-
-
-def _player(options: EpisodesConfig, nodes: NodeProcesses | None) -> EpisodeFunction:
-    """What plays an episode. Raises ConfigError."""
-    return PlayedByWorkers.start(options, nodes) if options.workers else player_of(options)
-
-
-def _nodes(options: EpisodesConfig, context: SamplerContext) -> NodeProcesses:
-    from corerl_agents.nodes import NodeProcesses  # imports ray
-
-    return NodeProcesses(options, context.environment)
 
 
 def states_of(

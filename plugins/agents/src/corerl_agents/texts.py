@@ -70,5 +70,11 @@ class FollowingTexts:
                 return whole[len(before) :]
         return ids
 
+    def token(self, token: int) -> str:
+        """The text of a token that follows another one, with the space that it may begin with; "" for one that the
+        tokenizer does not have."""
+        before, decoded = next(iter(self._anchors.values()), ([], ""))
+        return self._decoded([*before, token]).removeprefix(decoded)
+
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

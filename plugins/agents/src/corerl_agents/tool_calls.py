@@ -240,7 +240,7 @@ class UserFormat:
             found = self.function(text[end:], tools)
             if not _is_read(found):
                 raise TypeError(
-                    f"samplers.episodes.tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, "
+                    f"tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, "
                     "calls), each call an object with 'name' and 'arguments', an object"
                 )
             content, calls = found
@@ -314,17 +314,17 @@ def name_of_taught(chat_template: Any) -> str:
     return next((name for name, each in FORMATS.items() if re.search(each.taught, str(chat_template))), "")
 
 
-def unread(name: str, calls: Reader | None, tokenizer: PreTrainedTokenizerBase) -> str:
+def unread(name: str, calls: Reader | None, tokenizer: PreTrainedTokenizerBase, *, section: str) -> str:
     """One line about the calls that are not read in this format; "" if they are, or are not meant to be."""
     taught = name_of_taught(tokenizer.chat_template)
     if name == "auto" and calls is None:
         return (
             "tools of a request: the chat template teaches no format of tool calls that is known, so calls stay text; "
-            f"set samplers.episodes.tool_calls to one of {', '.join(names()[1:])}, or to 'module:function'"
+            f"set {section}.tool_calls to one of {', '.join(names()[1:])}, or to 'module:function'"
         )
     if name in FORMATS and taught not in ("", name):
         return (
-            f"samplers.episodes.tool_calls={name!r}: the chat template teaches {taught!r}, so calls that are written "
+            f"{section}.tool_calls={name!r}: the chat template teaches {taught!r}, so calls that are written "
             "so stay text; set it to 'auto'"
         )
     return ""

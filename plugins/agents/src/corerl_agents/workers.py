@@ -216,7 +216,7 @@ class Workers:
             if number in worker.playing and not worker.retired and self._failed is None:
                 worker.retired = True
                 self._kill_if_retired(worker)
-                self._failed = self._replace(worker)
+                self._failed = self._replace()
 
     def _kill_if_retired(self, worker: Worker) -> None:
         if worker.retired and worker.idle:
@@ -241,7 +241,8 @@ class Workers:
             self._all.remove(worker)
             if self._failed is None and not worker.retired:  # one that was retired has been replaced
                 self._deaths += 1
-                self._failed = self._why_no_more(worker, gone) or self._replace(worker)
+                # Whoever waits for one that has not started waits for the next one.
+                self._failed = self._why_no_more(worker, gone) or self._replace(None if began else worker.started)
             if self._failed is not None and not began:
                 worker.started.set_exception(self._failed)
             died = Died(status=gone.status, episodes=len(worker.playing), began=began)
@@ -252,10 +253,10 @@ class Workers:
                     ended.set_exception(self._failed)
             worker.playing.clear()
 
-    def _replace(self, worker: Worker) -> Exception | None:
-        """Start another worker, for which whoever waits for this one waits too. Returns what keeps it from that."""
+    def _replace(self, started: Future[None] | None = None) -> Exception | None:
+        """Start another worker, which completes `started`. Returns what keeps it from that."""
         try:
-            self._start(None if worker.started.done() else worker.started)
+            self._start(started)
         except Exception as error:
             return error
         return None

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 from openenv import GenericEnvClient
 
+from corerl.data import parse_json
 from corerl.errors import ConfigError
 from corerl.rollout import SamplerContext
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -40,15 +41,16 @@ class Actions:
     def instruction(self) -> str:
         if self.only_text:
             return f"{ACT} the {self.only_text} of your action alone."
-        shown = json.dumps({"properties": self.fields, "required": self.schema.get("required", [])})
-        return f"{ACT} your action, a JSON object of this schema: {shown}"
+        shown = {"properties": self.fields, "required": self.schema.get("required", [])}
+        shown |= {"$defs": self.schema["$defs"]} if "$defs" in self.schema else {}  # to which fields may refer
+        return f"{ACT} your action, a JSON object of this schema: {json.dumps(shown)}"
 
     def read(self, text: str) -> dict[str, Any] | None:
         """The action of an answer; None if it is none."""
         if self.only_text:
             return {self.only_text: text.strip()}
         try:
-            action = json.loads(text)
+            action = parse_json(text)
         except ValueError:
             return None
         return action if isinstance(action, dict) else None
@@ -66,7 +68,7 @@ class Play(EpisodeFunction):
     """In place of a user's function, with errors of its own name."""
 
     setting: ClassVar[str] = "samplers.openenv.environment"
-    limit: ClassVar[str] = "samplers.openenv.episodes.timeout"
+    section: ClassVar[str] = "samplers.openenv.episodes"
 
 
 @frozen(kw_only=True)

@@ -52,6 +52,8 @@ def check(options: OpenEnvConfig, run: SamplerRun) -> Iterator[Problem]:
         package = application(options.environment).partition(":")[0].partition(".")[0]
         if importlib.util.find_spec(package) is None:
             yield Problem("environment", f"no module {package!r} is installed; install it, or give a server's address")
+    if "seed" in options.reset:
+        yield Problem("reset.seed", "each prompt has a seed of its own; remove it")
     yield from check_environment(options.episodes, run)
 
 

@@ -57,7 +57,7 @@ class Play(EpisodeFunction):
     """In place of a user's function: run the task of an episode's prompt."""
 
     setting: ClassVar[str] = "samplers.verifiers.environment"
-    limit: ClassVar[str] = "samplers.verifiers.episodes.timeout"
+    section: ClassVar[str] = "samplers.verifiers.episodes"
     env: vf.Env[Any]
     tasks: dict[str, vf.Task[Any, Any, Any]]
     serving: Serving
@@ -73,7 +73,7 @@ class Play(EpisodeFunction):
             await self.serving.wait()
             task = self.tasks[episode.prompt.fields["task"]]
             played = await self.env.run_episode(task, vf.ModelContext(model=episode.model, client=client))
-        except Exception as error:
+        except BaseException as error:  # SystemExit too, which would end the run
             return self.failure("raised", f"raised {described(error)}", episode.prompt)
         if not played.ok:
             errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from attrs import frozen
@@ -56,6 +56,20 @@ def event(content: Mapping[str, Any], name: str = "") -> bytes:
     """A server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content)}\n\n".encode()
+
+
+class Sent:
+    """What has been sent of an answer's texts, by their kinds."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.texts = dict.fromkeys(kinds, "")
+
+    def news(self, *texts: str) -> Iterator[tuple[str, str]]:
+        """What is new of each text, in the order of the kinds; it counts as sent."""
+        for kind, whole in zip(self.texts, texts, strict=True):
+            if delta := new(whole, self.texts[kind]):
+                self.texts[kind] += delta
+                yield kind, delta
 
 
 def new(whole: str, sent: str) -> str:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
-from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, Dialect, event, new, openai_error
+from corerl_agents.chat_requests import UNFINISHED, ChatAnswer, ChatRequest, Piece
+from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, Dialect, Sent, event, openai_error
 from corerl_agents.fields import (
     COUNT,
     NOBODYS,
@@ -176,7 +176,7 @@ def completion(answer: ChatAnswer, request: ChatRequest, number: int) -> dict[st
                 "index": 0,
                 "message": message,
                 "finish_reason": answer.finish_reason,
-                "logprobs": {"content": _logprobs(answer)} if request.logprobs else None,
+                "logprobs": {"content": logprobs_of(answer)} if request.logprobs else None,
                 **({"token_ids": answer.token_ids.tolist()} if request.token_ids else {}),
             }
         ],
@@ -185,11 +185,13 @@ def completion(answer: ChatAnswer, request: ChatRequest, number: int) -> dict[st
     }
 
 
-def _logprobs(answer: ChatAnswer) -> list[dict[str, Any]]:
-    return [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
-    ]
+def logprobs_of(answer: ChatAnswer) -> list[dict[str, Any]]:
+    """As OpenAI writes them. A token that ends within a character has no bytes: its text does not say which."""
+    found = []
+    for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
+        known = None if UNFINISHED in token else list(token.encode())
+        found.append({"token": token, "logprob": logprob, "bytes": known, "top_logprobs": []})
+    return found
 
 
 class Chunks:
@@ -200,32 +202,23 @@ class Chunks:
         self._head = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": MODEL}
         self._head["object"] = "chat.completion.chunk"
         self._role: dict[str, str] = {"role": "assistant"}  # until it is sent
-        self._sent = {"content": "", "reasoning_content": ""}
+        self._sent = Sent("content", "reasoning_content")
 
     def piece(self, piece: Piece) -> bytes:
-        delta = self._delta({"content": piece.text, "reasoning_content": piece.reasoning})
-        if not delta:
+        if not (delta := dict(self._sent.news(piece.text, piece.reasoning))):
             return b""
         choice = {"index": 0, "delta": {**self._role, **delta}, "finish_reason": None, "logprobs": None}
         self._role = {}
         return event({**self._head, "choices": [choice], **({"usage": None} if self._request.stream_usage else {})})
 
-    def _delta(self, texts: Mapping[str, str | None]) -> dict[str, str]:
-        """What is new of each text."""
-        delta = {name: new(text or "", self._sent[name]) for name, text in texts.items()}
-        for name, text in delta.items():
-            self._sent[name] += text
-        return {name: text for name, text in delta.items() if text}
-
     def end(self, answer: ChatAnswer) -> bytes:
         whole = completion(answer, self._request, self._number)
         (choice,) = whole["choices"]
         delta = choice["message"]
+        calls = [{"index": index, **call} for index, call in enumerate(delta.pop("tool_calls", ()))]
         if not self._role:  # a part has been sent
-            texts = self._delta({name: delta.get(name) for name in self._sent})
-            delta = {**texts, **{name: delta[name] for name in ("tool_calls",) if name in delta}}
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+            delta = dict(self._sent.news(answer.text, answer.reasoning))
+        delta |= {"tool_calls": calls} if calls else {}
         streamed = {key: value for key, value in choice.items() if key != "message"}
         ids = {key: value for key, value in whole.items() if key == "prompt_token_ids"}
         chunks = [{**self._head, "choices": [{**streamed, "delta": delta}], **ids}]

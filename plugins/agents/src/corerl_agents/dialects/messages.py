@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.messages import short_repr
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
-from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, THINKS, Dialect, event, new
+from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, THINKS, Dialect, Sent, event
 from corerl_agents.fields import (
     COUNT,
     NOBODYS,
@@ -278,7 +278,7 @@ class Events:
         self._begun = False
         self._open = ""  # the kind of the block that is open
         self._index = -1  # its number
-        self._sent = {"thinking": "", "text": ""}
+        self._sent = Sent("thinking", "text")
 
     def piece(self, piece: Piece) -> bytes:
         events = self._texts(piece.reasoning, piece.text)
@@ -302,13 +302,10 @@ class Events:
     def _texts(self, reasoning: str, text: str) -> bytes:
         """What is new of each text, in a block of its kind."""
         events = b""
-        for kind, whole in (("thinking", reasoning), ("text", text)):
-            if not (delta := new(whole, self._sent[kind])):
-                continue
+        for kind, delta in self._sent.news(reasoning, text):
             if self._open != kind:
                 first = {"signature": SIGNATURE} if kind == "thinking" else {}
                 events += self._start(kind, {"type": kind, kind: "", **first})
-            self._sent[kind] += delta
             events += self._delta(f"{kind}_delta", **{kind: delta})
         return events
 

@@ -15,10 +15,11 @@ from corerl_agents.dialects.base import (
     OTHER_TOOLS,
     THINKS,
     Dialect,
+    Sent,
     event,
-    new,
     openai_error,
 )
+from corerl_agents.dialects.chat import logprobs_of
 from corerl_agents.fields import (
     COUNT,
     NOBODYS,
@@ -268,11 +269,7 @@ def _items(answer: ChatAnswer, number: int) -> Iterator[dict[str, Any]]:
     if answer.reasoning:
         yield _reasoning(number, [{"type": "reasoning_text", "text": answer.reasoning}])
     if answer.text or not (answer.reasoning or answer.tool_calls):
-        logprobs = [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
-        ]
-        yield _said(number, [_text(answer.text, logprobs)], cut=answer.finish_reason == "length")
+        yield _said(number, [_text(answer.text, logprobs_of(answer))], cut=answer.finish_reason == "length")
     for index, call in enumerate(answer.tool_calls):
         function = call["function"]
         yield {
@@ -310,7 +307,7 @@ class Events:
         self._sequence = 0  # the next event's number
         self._index = -1  # the last item's number
         self._open = ""  # the type of the item that is open
-        self._sent = {"reasoning": "", "message": ""}
+        self._sent = Sent("reasoning", "message")
 
     def piece(self, piece: Piece) -> bytes:
         return self._texts(piece.reasoning, piece.text)
@@ -329,12 +326,9 @@ class Events:
     def _texts(self, reasoning: str, text: str) -> bytes:
         """What is new of each text, in an item of its type."""
         events = b""
-        for kind, whole in (("reasoning", reasoning), ("message", text)):
-            if not (delta := new(whole, self._sent[kind])):
-                continue
+        for kind, delta in self._sent.news(reasoning, text):
             if self._open != kind:
                 events += self._stop() + self._start(kind)
-            self._sent[kind] += delta
             logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             events += self._of_text("delta", delta=delta, **logprobs)
         return events
@@ -355,7 +349,7 @@ class Events:
         if not self._open:
             return b""
         kind = self._open
-        item = item or self._item(kind, [self._part(kind, self._sent[kind])])
+        item = item or self._item(kind, [self._part(kind, self._sent.texts[kind])])
         (part,) = item["content"]
         known = {"text": part["text"], **({"logprobs": part["logprobs"]} if kind == "message" else {})}
         done = self._of_text("done", **known) + self._of_item("response.content_part.done", part=part)
