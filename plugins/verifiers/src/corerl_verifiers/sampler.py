@@ -108,6 +108,8 @@ class VerifiersSampler(EpisodeSampler):
         super().__init__(options.episodes, context, function=function)
 
     def close(self) -> None:
-        with contextlib.suppress(TimeoutError):  # it ends with this process then
-            start_user_coroutine(self._serving.end()).result(CLOSING)
-        super().close()
+        try:
+            with contextlib.suppress(TimeoutError):  # it ends with this process then
+                start_user_coroutine(self._serving.end()).result(CLOSING)
+        finally:  # also if an environment's teardown raises
+            super().close()
