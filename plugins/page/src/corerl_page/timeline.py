@@ -159,15 +159,15 @@ class Timeline:
         return iter(sorted(self._tracks.values(), key=lambda track: place[track.process]))
 
     def _update(self) -> None:
-        void, lines = self._tail.new()
-        if void:
-            for known in (self._processes, self._tracks, self._begun, self._asleep, self._memory):
-                known.clear()
-            self._bounds = None
-        for _, line in lines:
-            text = line.strip().rstrip(b",")
-            if text not in (b"[", b"]", b""):
-                self._take(json.loads(text))
+        with self._tail.new() as (void, lines):
+            if void:
+                for known in (self._processes, self._tracks, self._begun, self._asleep, self._memory):
+                    known.clear()
+                self._bounds = None
+            for _, line in lines:
+                text = line.strip().rstrip(b",")
+                if text not in (b"[", b"]", b""):
+                    self._take(json.loads(text))
 
     def _take(self, record: dict[str, Any]) -> None:
         pid, tid, kind = record["pid"], record.get("tid", 0), record["ph"]
