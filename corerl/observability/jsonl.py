@@ -55,9 +55,10 @@ def reopen(path: Path, *, before: float, same_run: bool = False) -> IO[str]:
     of the same run anyway, first keep the existing file under another name."""
     if not before and not same_run and path.exists() and path.stat().st_size:
         keep(path)
-    kept = "".join(line for line, _ in read_lines(path, before=before))
     part = path.with_name(f".{path.name}.part")
-    part.write_text(kept, encoding="utf-8", newline="\n")
+    with part.open("w", encoding="utf-8", newline="\n") as file:
+        # One by one: a long run's samples, with their tokens, are more than memory holds.
+        file.writelines(line for line, _ in read_lines(path, before=before))
     os.replace(part, path)
     return path.open("a", encoding="utf-8", newline="\n")
 
