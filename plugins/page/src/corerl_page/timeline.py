@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,8 +35,9 @@ class Track:
 
     process: str
     name: str
-    starts: list[int] = field(factory=list)
-    ends: list[int] = field(factory=list)
+    # A long run has millions of slices, with few names.
+    starts: array[int] = field(factory=lambda: array("q"))
+    ends: array[int] = field(factory=lambda: array("q"))
     names: list[str] = field(factory=list)
     details: list[str] = field(factory=list)  # the call with its details, and its error
     longest: int = 0
@@ -45,8 +48,8 @@ class Track:
             at -= 1
         self.starts.insert(at, start)
         self.ends.insert(at, end)
-        self.names.insert(at, name)
-        self.details.insert(at, detail)
+        self.names.insert(at, sys.intern(name))
+        self.details.insert(at, sys.intern(detail))
         self.longest = max(self.longest, end - start)
 
     def window(self, first: int, last: int, finest: int) -> list[dict[str, Any]]:
