@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from corerl.config import CONFIG_FILE, Config, load_config
-from corerl.errors import CorerlError
+from corerl.errors import ConfigError, CorerlError
 from corerl.messages import note
 from corerl.observability import reopen
 from corerl.plugin import Evaluated, Event, RunRewound, RunStarted, StepFinished
@@ -21,7 +21,11 @@ from corerl_page.spec import PageOptions
 
 def installed() -> dict[str, str]:
     """The version of Python and of each distribution, by its name."""
-    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    found: dict[str, str] = {}
+    for each in metadata.distributions():
+        # Interrupted installs leave directories without a name behind. Of two of one name, the first is imported.
+        if name := each.metadata["Name"]:
+            found.setdefault(name, each.version)
     return {"Python": platform.python_version(), **dict(sorted(found.items()))}
 
 
@@ -103,7 +107,11 @@ class Recorder:
     def _serve(self) -> None:
         from corerl_page.server import Server
 
-        server = Server([self._run_dir], port=self._options.port)
+        try:
+            server = Server([self._run_dir], port=self._options.port)
+        except ConfigError as error:  # such as a port that another run has: samples are kept all the same
+            note(f"the run's page is not shown: {error.message}")
+            return
         server.start()
         self._stop = server.stop
         note(f"the run's page is at {server.url}")
