@@ -161,6 +161,15 @@ def test_a_search_finds_texts_in_any_case(get: Get) -> None:
     assert get("runs/0/samples", step=2, q="prompt 3")["samples"][0]["tokens"] is None  # of samples.jsonl
 
 
+def test_a_text_that_looks_like_a_samples_rows_is_read_whole(get: Get, run_dir: Path) -> None:
+    text = 'of {"a": 1, "rows": [2]}'
+    with (run_dir / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "response": text, "reward": 1.0, "rows": [{"pieces": [text]}]}) + "\n")
+    (found,) = get("runs/0/samples", step=5, q='A": 1')["samples"]
+    assert (found["response"], found["reward"]) == (text, 1.0)
+    assert get(f"runs/0/samples/{found['id']}", step=5)["rows"] == [{"pieces": [text]}]
+
+
 def test_what_is_wrong_is_a_sentence(client: TestClient) -> None:
     paths = {
         "runs/7/metrics": (404, "there is no run 7"),

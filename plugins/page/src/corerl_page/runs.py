@@ -119,7 +119,7 @@ class Samples:
                 for known in (self._places, self._recent, self._diffs):
                     known.clear()
             for offset, line in lines:
-                self._add(json.loads(line), offset)
+                self._add(json.loads(_head(line)), offset)
 
     def _add(self, record: Mapping[str, Any], offset: int) -> None:
         step, kind = key = record["step"], record.get("kind", "sampled")
@@ -147,7 +147,7 @@ class Samples:
             found, key = self._recent.pop((step, kind), None), (step, kind)
             if found is None:
                 places = enumerate(self._places.get(step, {}).get(kind, ()))
-                found = [_summary(self.record(place), place=place, number=number) for number, place in places]
+                found = [_summary(self._begun(place), place=place, number=number) for number, place in places]
             self._keep(key, found)
             return list(found)
 
@@ -161,23 +161,37 @@ class Samples:
 
     def record(self, place: int) -> dict[str, Any]:
         """Raises Gone if no line begins there."""
+        record: dict[str, Any] = json.loads(self._line(place))
+        return record
+
+    def _begun(self, place: int) -> dict[str, Any]:
+        """The record without its rows."""
+        record: dict[str, Any] = json.loads(_head(self._line(place)))
+        return record
+
+    def _line(self, place: int) -> bytes:
         with self.path.open("rb") as file:
             file.seek(max(place - 1, 0))
             begins = place == 0 or file.read(1) == b"\n"
             line = file.readline()
         if not begins or not line.endswith(b"\n"):
             raise Gone(f"{self.path.name} has no sample at {place}; the run may have replaced its step")
-        record: dict[str, Any] = json.loads(line)
-        return record
+        return line
 
     def matching(self, summaries: list[Summary], text: str) -> list[Summary]:
         """Those whose prompt, response or answer has the text, in any case."""
         wanted, found = text.casefold(), []
         for summary in summaries:
-            record = self.record(summary.id)
+            record = self._begun(summary.id)
             if any(wanted in str(record.get(name, "")).casefold() for name in ("prompt", "response", "answer")):
                 found.append(summary)
         return found
+
+
+def _head(line: bytes) -> bytes:
+    """A line without its `rows`, which come last and are nearly all of it: a summary needs none of them."""
+    head, rows, _ = line.partition(b', "rows": [')  # within a text quotes are escaped
+    return head + b"}" if rows else line
 
 
 def _summary(record: Mapping[str, Any], *, place: int, number: int) -> Summary:
@@ -208,7 +222,7 @@ class Run:
 
     path: Path
     name: str
-    _lock: threading.RLock = field(factory=threading.RLock, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)  # of `_metrics`
     _metrics: dict[str, dict[int, float | None]] = field(factory=dict, init=False)
 
     @cached_property
@@ -225,7 +239,7 @@ class Run:
 
     @cached_property
     def timeline(self) -> Timeline:
-        return Timeline(Tail(self.path / TRACE_FILE), threading.RLock())
+        return Timeline(Tail(self.path / TRACE_FILE))
 
     def state(self) -> dict[str, Any]:
         """`changed` differs once any file has grown."""
@@ -287,9 +301,8 @@ class Run:
         return self._of(step)
 
     def _update_samples(self) -> None:
-        with self._lock:
-            self._rollouts.update()
-            self._shown.update()
+        self._rollouts.update()
+        self._shown.update()
 
     def _of(self, step: int) -> Samples:
         has_tokens = "sampled" in self._rollouts.counts(step)

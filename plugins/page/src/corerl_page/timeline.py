@@ -83,7 +83,7 @@ class Track:
 @define(eq=False)
 class Timeline:
     _tail: Tail
-    _lock: threading.RLock
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
     _processes: dict[int, str] = field(factory=dict, init=False)
     _tracks: dict[int, Track] = field(factory=dict, init=False)  # by tid, which no two processes share
     _begun: dict[int, tuple[int, str]] = field(factory=dict, init=False)  # by tid, the open phase
