@@ -225,7 +225,7 @@ class History:
         history = cls()
         if before <= 0:
             return history  # without reading the file, which may be damaged
-        for _, record in read_lines(Path(run_dir) / METRICS_FILE, before=before):
+        for record in read_lines(Path(run_dir) / METRICS_FILE, before=before):
             step = record.pop("step")
             history.add(step, {name: math.nan if value is None else value for name, value in record.items()})
         return history
