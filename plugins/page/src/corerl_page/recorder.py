@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Callable, Collection, Sequence
@@ -23,9 +24,11 @@ def installed() -> dict[str, str]:
     """The version of Python and of each distribution, by its name."""
     found: dict[str, str] = {}
     for each in metadata.distributions():
-        # Interrupted installs leave directories without a name behind. Of two of one name, the first is imported.
-        if name := each.metadata["Name"]:
-            found.setdefault(name, each.version)
+        # Interrupted installs leave directories without a name behind, of which newer importlibs raise an error. Of two
+        # of one name, the first is imported.
+        with contextlib.suppress(FileNotFoundError):
+            if name := each.metadata["Name"]:
+                found.setdefault(name, each.version)
     return {"Python": platform.python_version(), **dict(sorted(found.items()))}
 
 
