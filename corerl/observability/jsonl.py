@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -19,6 +20,7 @@ from corerl.plugin.spec import ExtensionSpec, Process
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 NOTICES_FILE = "notices.jsonl"
+BEGINS = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 @frozen(kw_only=True)
@@ -55,36 +57,50 @@ def reopen(path: Path, *, before: float, same_run: bool = False) -> IO[str]:
     of the same run anyway, first keep the existing file under another name."""
     if not before and not same_run and path.exists() and path.stat().st_size:
         keep(path)
-    kept = "".join(line for line, _ in read_lines(path, before=before))
     part = path.with_name(f".{path.name}.part")
-    part.write_text(kept, encoding="utf-8", newline="\n")
+    with part.open("wb") as file:
+        # One by one: a long run's samples, with their tokens, are more than memory holds.
+        file.writelines(raw for number, raw in _whole_lines(path) if _step(raw, path, number) < before)
     os.replace(part, path)
     return path.open("a", encoding="utf-8", newline="\n")
 
 
-def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, record) for the lines of `path` whose step is smaller than `before`; none if there is no file.
+def read_lines(path: Path, *, before: float) -> Iterator[dict[str, Any]]:
+    """The objects of `path` whose step is smaller than `before`; none if there is no file.
 
     A killed run can leave its last line incomplete, without a newline; that line is left out.
     Raises DataError, naming the line, for any other line that is not an object with a step.
     """
+    for number, raw in _whole_lines(path):
+        step, record = _parsed(raw, path, number)
+        if step < before:
+            yield record
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are complete, numbered from 1; none if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
                 return
-            try:
-                line = raw.decode()
-                record = json.loads(line)
-                step = int(record["step"])
-            except (ValueError, TypeError, KeyError, OverflowError) as error:
-                shown = raw.decode(errors="replace").strip()[:60]
-                raise DataError(
-                    f"{path}:{number}: {shown!r} is not an object with a step; fix or delete the line"
-                ) from error
-            if step < before:
-                yield line, record
+            yield number, raw
+
+
+def _parsed(raw: bytes, path: Path, number: int) -> tuple[int, dict[str, Any]]:
+    try:
+        record = json.loads(raw.decode())
+        return int(record["step"]), record
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        shown = raw.decode(errors="replace").strip()[:60]
+        raise DataError(f"{path}:{number}: {shown!r} is not an object with a step; fix or delete the line") from error
+
+
+def _step(raw: bytes, path: Path, number: int) -> int:
+    """Of a line that begins with its step, without reading on: a sample with its tokens is long."""
+    begins = BEGINS.match(raw)
+    return int(begins[1]) if begins else _parsed(raw, path, number)[0]
 
 
 class Jsonl:
@@ -171,5 +187,5 @@ class NoticeFile:
 
 def read_notices(run_dir: Path) -> Iterator[Notice]:
     """The notices of a run so far, the first one first; none if its directory has no such file."""
-    for _, record in read_lines(run_dir / NOTICES_FILE, before=math.inf):
+    for record in read_lines(run_dir / NOTICES_FILE, before=math.inf):
         yield Notice(step=record["step"], text=str(record.get("text")))

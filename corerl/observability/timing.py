@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -89,17 +89,20 @@ def idle(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence
         driver    for anything else
     """
     changes = [(began, 0, ""), (ended, 0, "")]
-    for span in spans:
-        low, high = max(span.started, began), min(span.ended, ended)
+    for name, low, high in _joined(spans):
+        low, high = max(low, began), min(high, ended)
         if low < high:
-            changes += [(low, 1, span.name), (high, -1, span.name)]
+            changes += [(low, 1, name), (high, -1, name)]
     found: list[Idle] = []
-    active: Counter[str] = Counter()
+    active = set[str]()
     waiting: dict[str, tuple[str, float]] = {}  # who -> for what, and since when
     for at, together in itertools.groupby(sorted(changes), key=lambda change: change[0]):
         for _, change, name in together:
-            active[name] += change
-        causes = _causes({each for each, count in active.items() if count}, engines) if at < ended else {}
+            if change > 0:
+                active.add(name)
+            elif change < 0:
+                active.remove(name)
+        causes = _causes(active, engines) if at < ended else {}
         for who in (RANKS, *engines):
             cause, since = waiting.get(who, ("", at))
             if cause != causes.get(who, ""):
@@ -107,6 +110,21 @@ def idle(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence
                     found.append(Idle(who=who, waits_for=cause, started=since, ended=at))
                 waiting[who] = causes.get(who, ""), at
     return found
+
+
+def _joined(spans: Iterable[Span]) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end of spans, of which those of one name that touch are one: an engine has hundreds of requests
+    at once, and what all wait for is looked at whenever this changes."""
+    name, low, high = "", 0.0, 0.0
+    for span in sorted(spans, key=lambda span: (span.name, span.started)):
+        if span.name == name and span.started <= high:
+            high = max(high, span.ended)
+            continue
+        if name:
+            yield name, low, high
+        name, low, high = span.name, span.started, span.ended
+    if name:
+        yield name, low, high
 
 
 def idle_seconds(found: Iterable[Idle], *, engines: int) -> dict[str, float]:

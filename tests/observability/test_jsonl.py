@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from attrs import evolve
 
-from corerl.observability.jsonl import Jsonl, JsonlOptions, NoticeFile, read_notices
+from corerl.observability.jsonl import Jsonl, JsonlOptions, NoticeFile, read_notices, reopen
 from corerl.plugin.events import Event, Notice, RunRewound, StepFinished
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
@@ -59,6 +60,18 @@ def test_steps_that_are_repeated_leave_the_files_of_an_undisturbed_run(tmp_path:
         assert (other / name).read_bytes() == (straight / name).read_bytes()
     kept = ["metrics-1.jsonl", "samples-1.jsonl"] if how == "resumed" and step == 0 else []  # of another run, then
     assert sorted(path.name for path in other.iterdir()) == sorted(["metrics.jsonl", "samples.jsonl", *kept])
+
+
+def test_a_file_is_never_whole_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "response": "a" * 1000}) + "\n" for step in range(2000)))
+    size = path.stat().st_size
+    tracemalloc.start()
+    reopen(path, before=1000).close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert abs(path.stat().st_size - size / 2) < 1000
+    assert peak < 0.1 * size
 
 
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:

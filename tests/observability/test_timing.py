@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from corerl.observability.timing import SCORING, Spans, idle, idle_seconds
 from corerl.plugin.events import Idle, Span
+from tests.machine import paced
 
 # ---- idle devices ----
 
@@ -51,6 +53,24 @@ def test_a_synchronous_step_second_by_second() -> None:
             "idle/engines/training": 2.5,
         }
     )
+
+
+def test_an_engine_is_busy_while_any_of_its_requests_is() -> None:
+    """Of 256 engines with 64 requests each, which took seconds."""
+    names = [f"engine-{number}" for number in range(256)]
+    begins = [(name, at / 8 + number / 2**14) for number, name in enumerate(names) for at in range(64)]
+    spans = [Span(name=name, started=begin, ended=begin + 2.0) for name, begin in begins]
+    began = time.perf_counter()
+    found = idle([*spans, Span(name="engine-0", started=10.5, ended=11.0)], 0.0, 12.0, engines=names)
+    assert time.perf_counter() - began < paced(1.0)
+    end, last = 63 / 8 + 2.0, 63 / 8 + 2.0 + 255 / 2**14
+    assert [each for each in found if each.who == "engine-0"] == [
+        waited("engine-0", "longest", end, last),
+        waited("engine-0", "driver", last, 10.5),
+        waited("engine-0", "driver", 11.0, 12.0),
+    ]
+    of_last = [each.waits_for for each in found if each.who == "engine-255"]
+    assert of_last == ["longest", "driver", "longest", "driver"]
 
 
 def test_spans_of_all_threads_are_taken_once() -> None:

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.plugin import Evaluated, Event, Notice, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
+from corerl.plugin import (
+    Evaluated,
+    Event,
+    Notice,
+    PhaseProgress,
+    PhaseStarted,
+    RunFinished,
+    RunRewound,
+    SampleShown,
+    StepFinished,
+)
 from corerl_observe.console import Console, PlainView
 from corerl_observe.run_state import RunState
 from corerl_observe.specs import ConsoleOptions
@@ -190,6 +200,8 @@ def test_a_run_that_ended_after_its_first_step_says_so() -> None:
     assert finished(evaluated(0), first, second)[2] == f"{'held-out reward':27}0.000         -"  # heard once
     answers = finished(evaluated(0), first, evaluated(1))
     assert answers[-2] == "prompt              expected             answer   reward"
+    answers = finished(first, second, evaluated(2), RunRewound(step=0), first)
+    assert answers[-2] == "prompt              expected          at step 2   reward"
 
 
 def test_what_was_waited_for_is_told_in_percent() -> None:

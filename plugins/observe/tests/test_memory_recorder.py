@@ -35,7 +35,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def test_each_call_of_a_hook_leaves_its_own_peak(tmp_path: Path) -> None:
     recorder = MemoryRecorder(options=MemoryOptions(), run_dir=str(tmp_path))
     recorded = host(tmp_path, memory=recorder, wasteful=Wasteful({1: 256 * MIB}))
-    results = [train(recorded, batch(), step(index)) for index in range(3)]
+    for index in range(3):
+        train(recorded, batch(), step(index))
     recorded.forward(batch(), (Output.LOGPROBS,), "")
     recorded.sleep({MemoryKind.OPTIMIZER})
     recorded.wake_up({MemoryKind.OPTIMIZER})
@@ -50,10 +51,6 @@ def test_each_call_of_a_hook_leaves_its_own_peak(tmp_path: Path) -> None:
         assert peaks[1] - peaks[0] > 200 * MIB and peaks[1] - peaks[2] > 200 * MIB
         assert passes[1]["held_bytes"] < peaks[1] - 200 * MIB
     assert all(each["of"] == "resident set of the process" for each in told)
-    shown = [result.metrics["peak_memory_gib"] for result in results]
-    of_steps = [max(peak, each["peak_bytes"]) for peak, each in zip(peaks, steps, strict=True)]
-    assert [metric.value for metric in shown] == [peak / 2**30 for peak in of_steps]
-    assert shown[0].merge(shown[1]).value == max(shown[0].value, shown[1].value)  # of the rank that has the most
 
 
 def test_a_steps_peak_is_that_of_its_highest_call(tmp_path: Path) -> None:

@@ -17,3 +17,5 @@ def test_the_last_step_of_a_range_is_in_it(text: str, expected: list[int]) -> No
 def test_what_is_no_list_of_steps_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"must be steps such as '3', '3,20' or '10:100:10', got '{text}'"):
         step_ranges(text)
+    with pytest.raises(ValueError, match=r"whose last step is not before the first, got '100:3'"):
+        step_ranges("5,100:3")  # not three steps from 100 on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from corerl_page.app import STATIC, app
-from corerl_page.runs import runs_of
+from corerl_page.runs import RECENT, runs_of
 from plugins.page.tests.batches import shown
 from plugins.page.tests.test_recorder import CONFIG, record, started, step
 
@@ -100,6 +101,38 @@ def test_samples_come_page_by_page_in_order(get: Get, run_dir: Path) -> None:
         assert (line["step"], line["reward"], line["diff"][0]) == (1, each["reward"], each["diff"])
 
 
+def test_steps_that_are_no_longer_in_memory_are_read_again(get: Get, run_dir: Path) -> None:
+    record(run_dir, started(run_dir), *map(step, range(RECENT + 4)), samples=0)
+    found = [get("runs/0/samples", step=each)["samples"] for each in range(RECENT + 4)]
+    assert [[{**each, "id": 0, "step": 0} for each in of] for of in found] == [
+        [{**each, "id": 0, "step": 0} for each in found[-1]]
+    ] * len(found)
+    assert {each["step"] for each in found[0]} == {0}
+
+
+def test_memory_does_not_grow_with_the_samples_of_a_run(tmp_path: Path) -> None:
+    line = {"prompt": "p" * 200, "response": "r" * 200, "reward": 0.5, "tokens": 9, "engines": [0], "diff": [0.5, 1.0]}
+    with (tmp_path / "rollouts.jsonl").open("w") as file:
+        for at in range(8 * RECENT):
+            file.writelines(json.dumps({"step": at, "kind": "sampled", **line}) + "\n" for _ in range(16))
+    (run,) = runs_of([tmp_path])
+    tracemalloc.start()
+    assert len(run.steps()) == 8 * RECENT
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    whole = (tmp_path / "rollouts.jsonl").stat().st_size
+    assert peak < 0.6 * whole  # all lines at once, and a summary of each, took more than twice as much
+    assert run.diffs() == {at: {0: 0.5} for at in range(8 * RECENT)}
+
+
+def test_a_line_that_cannot_be_read_is_an_error_each_time(client: TestClient, run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew{"step": 3, "rollout/reward": 1.0}\n{"step": 4}\n')
+    for _ in range(2):
+        answer = client.get("/api/runs/0/metrics", headers={"X-Key": KEY})
+        assert (answer.status_code, answer.json()["error"][:19]) == (500, "cannot read the run")
+
+
 def test_samples_are_chosen_and_counted_by_engine(get: Get) -> None:
     whole = get("runs/0/samples", step=1, sort="engines")
     assert [each["engines"] for each in whole["samples"]] == [[0], [0, 1], [1], [1]]
@@ -128,13 +161,22 @@ def test_a_search_finds_texts_in_any_case(get: Get) -> None:
     assert get("runs/0/samples", step=2, q="prompt 3")["samples"][0]["tokens"] is None  # of samples.jsonl
 
 
+def test_a_text_that_looks_like_a_samples_rows_is_read_whole(get: Get, run_dir: Path) -> None:
+    text = 'of {"a": 1, "rows": [2]}'
+    with (run_dir / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "response": text, "reward": 1.0, "rows": [{"pieces": [text]}]}) + "\n")
+    (found,) = get("runs/0/samples", step=5, q='A": 1')["samples"]
+    assert (found["response"], found["reward"]) == (text, 1.0)
+    assert get(f"runs/0/samples/{found['id']}", step=5)["rows"] == [{"pieces": [text]}]
+
+
 def test_what_is_wrong_is_a_sentence(client: TestClient) -> None:
     paths = {
         "runs/7/metrics": (404, "there is no run 7"),
         "runs/0/samples": (400, "step='None', expected a whole number"),
         "runs/0/samples?step=-1": (400, "step='-1'"),
         "runs/0/samples?step=0&sort=__class__": (400, "sort='__class__', expected one of reward"),
-        "runs/0/samples/1?step=0": (404, "there is no such sample"),
+        "runs/0/samples/1?step=0": (404, "rollouts.jsonl has no sample at 1"),
     }
     for path, (status, sentence) in paths.items():
         answer = client.get(f"/api/{path}", headers={"X-Key": KEY})

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from corerl_page.findings import Finding, findings
-from corerl_page.runs import Summary
+from corerl_page.findings import FEW, Finding, findings
+from corerl_page.runs import Summary, by_engine
 
 CONFIG = {"rollout": {"max_tokens": 3, "prompts": 4, "samples": 16}, "train": {"mini_batches": 2, "epochs": 1}}
 RECOMPUTE = {"algorithm": {"old_logprobs": "recompute"}}
@@ -19,8 +19,10 @@ def found(
     config: dict[str, Any] | None = None, samples: Sequence[Summary] = (), /, *, running: bool = True, **metrics: Any
 ) -> list[Finding]:
     by_step = {name.replace("__", "/"): dict(enumerate(values)) for name, values in metrics.items()}
-    kept = [list(each) for _, each in groupby(samples, key=lambda each: each.step)]
-    return list(findings(by_step, {**CONFIG, **(config or {})}, kept, running=running))
+    kept = {step: list(each) for step, each in groupby(samples, key=lambda each: each.step)}
+    newest = [each for step in list(kept)[-FEW:] for each in kept[step]]
+    diffs = {step: {of.engine: of.diff or 0.0 for of in by_engine(each)} for step, each in kept.items()}
+    return list(findings(by_step, {**CONFIG, **(config or {})}, newest, diffs, running=running))
 
 
 def sample(number: int, step: int = 0, **facts: Any) -> Summary:

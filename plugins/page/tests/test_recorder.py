@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import socket
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,8 @@ def step(number: int) -> StepFinished:
     return StepFinished(step=number, metrics={}, samples=shown(), batch=batch())
 
 
-def record(run_dir: Path, *events: Event, **options: int) -> None:
-    recorder = Recorder(options=PageOptions(**options), run_dir=str(run_dir))  # type: ignore[arg-type]
+def record(run_dir: Path, *events: Event, **options: Any) -> None:
+    recorder = Recorder(options=PageOptions(**options), run_dir=str(run_dir))
     for event in events:
         recorder.observe(event)
     recorder.shutdown("finished")
@@ -61,7 +63,25 @@ def test_a_line_has_the_samples_texts_and_tokens(run_dir: Path) -> None:
     assert found[1]["rows"][0]["pieces"] == ["<pad>", "<bos>", "<eos>", "<unk>", "d"]  # ids 0, 1, 2, 3 and 7
 
 
-def test_the_versions_of_what_is_installed_are_kept(run_dir: Path) -> None:
+def test_samples_are_kept_where_the_page_cannot_be_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        record(run_dir, started(run_dir), step(0), serve=True, port=port)
+    assert len(lines(run_dir)) == 4
+    assert f"the run's page is not shown: cannot listen on 127.0.0.1 port {port}: " in capsys.readouterr().err
+
+
+def test_the_versions_of_what_is_installed_are_kept(
+    run_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path_factory.mktemp("site-packages")
+    for name, metadata_ in {
+        "left_over": "",
+        "older_numpy": "Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n",
+    }.items():
+        (other / f"{name}-1.0.dist-info").mkdir()
+        (other / f"{name}-1.0.dist-info" / "METADATA").write_text(metadata_)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(other)])
     record(run_dir, started(run_dir))
     found = json.loads((run_dir / "versions.json").read_text())
     assert found["Python"] == platform.python_version()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> None:
 def timeline(tmp_path: Path) -> Timeline:
     path = tmp_path / "trace.json"
     write(path, RECORDS)
-    return Timeline(Tail(path), threading.RLock())
+    return Timeline(Tail(path))
 
 
 def test_a_window_has_the_slices_that_reach_into_it(timeline: Timeline) -> None:
@@ -71,7 +70,7 @@ def test_a_window_has_the_slices_that_reach_into_it(timeline: Timeline) -> None:
 def test_slices_too_short_to_see_are_one(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write(path, [*RECORDS[:6], *(call(100 + at / 1000, 100 + (at + 0.5) / 1000, "generate") for at in range(1000))])
-    found = Timeline(Tail(path), threading.RLock()).window(None, None, width=10)
+    found = Timeline(Tail(path)).window(None, None, width=10)
     slices = next(track["slices"] for track in found["tracks"] if track["track"] == "calls")
     assert sum(each["count"] for each in slices) == 1000
     assert len(slices) <= 10
@@ -90,7 +89,7 @@ def test_calls_at_the_same_time_are_summed_up_together(tmp_path: Path) -> None:
     path, second = tmp_path / "trace.json", {"ph": "M", "name": "thread_name", "pid": 3, "tid": 7}
     late = call(102, 112, "receive", args={"call": "receive", "error": "full"}) | {"tid": 7}
     write(path, [*RECORDS[:6], {**second, "args": {"name": "calls 2"}}, call(101, 103, "generate"), late])
-    (engine,) = Timeline(Tail(path), threading.RLock()).processes()
+    (engine,) = Timeline(Tail(path)).processes()
     assert (engine["calls"], engine["state"], engine["last"]) == (2, "failed", "receive error: full")
     assert (engine["busy"], engine["errors"]) == (11.0, ["receive error: full"])
 

@@ -165,7 +165,7 @@ def summary(state: RunState, event: RunFinished) -> Iterator[str]:
         yield ""
         yield from waits
     if event.before and event.before == event.after:
-        heading = f"at step {state.scored}" if state.trained_since else "answer"
+        heading = f"at step {state.scored}" if state.scored_other_weights else "answer"
         yield ""
         yield f"{'prompt':18}  {'expected':12}  {heading:>13}  {'reward':>7}"
         for answer in event.after:

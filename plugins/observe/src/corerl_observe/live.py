@@ -206,7 +206,7 @@ def summary(state: RunState, event: RunFinished, *, width: int) -> RenderableTyp
     if pictured:
         parts += [Pictures(event.after, state.run_dir), Text()]
     if event.before and event.before == event.after:
-        title = f"held-out prompts {after_steps(state.scored or 0)}" if state.trained_since else ""
+        title = f"held-out prompts {after_steps(state.scored or 0)}" if state.scored_other_weights else ""
         parts += [_answers(event.after, title, numbered=pictured), Text()]
     elif event.before and event.after:
         answers = _table("prompt", "expected", "before", "after", title="")

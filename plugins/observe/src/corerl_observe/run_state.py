@@ -181,9 +181,10 @@ class RunState:
         return {**NUMBERS, **scores(self.history.names("eval/"))}
 
     @property
-    def trained_since(self) -> bool:
-        """Whether the latest evaluation is of earlier weights, as in a run that is stopped between two of them."""
-        return self.scored is not None and self.scored < self.done
+    def scored_other_weights(self) -> bool:
+        """Whether the latest evaluation is of other weights, as in a run that is stopped between two of them, or before
+        it has taken steps again that were lost."""
+        return self.scored is not None and self.scored != self.done
 
     def waits(self) -> Iterator[str]:
         """What ranks and engines waited for in all steps, the longest first."""
@@ -225,7 +226,7 @@ class History:
         history = cls()
         if before <= 0:
             return history  # without reading the file, which may be damaged
-        for _, record in read_lines(Path(run_dir) / METRICS_FILE, before=before):
+        for record in read_lines(Path(run_dir) / METRICS_FILE, before=before):
             step = record.pop("step")
             history.add(step, {name: math.nan if value is None else value for name, value in record.items()})
         return history

@@ -30,5 +30,8 @@ def step_ranges(text: str) -> Chosen:
         if match is None:
             raise ValueError(f"must be steps such as '3', '3,20' or '10:100:10', got {text!r}")
         first, last, every = match.groups()
-        ranges.append(range(int(first), int(last or first) + 1, int(every or 1)))
+        chosen = range(int(first), int(last or first) + 1, int(every or 1))
+        if not chosen:
+            raise ValueError(f"must be ranges FIRST:LAST:EVERY whose last step is not before the first, got {part!r}")
+        ranges.append(chosen)
     return Chosen(tuple(ranges))

@@ -37,8 +37,8 @@ from starlette.routing import Route
 
 from corerl.messages import one_line, shorten
 from corerl_page.differences import differences
-from corerl_page.findings import CUT_OFF, bound_of, findings
-from corerl_page.runs import FAR, Run, by_engine, is_running, mean_diff
+from corerl_page.findings import CUT_OFF, FEW, bound_of, findings
+from corerl_page.runs import FAR, Gone, Run, by_engine, is_running, mean_diff
 
 STATIC = Path(__file__).parent / "static"
 MOST = 500  # samples of one answer
@@ -132,7 +132,8 @@ def _metrics(run: Run, request: Request) -> dict[str, Any]:
 
 def _findings(run: Run, request: Request) -> list[dict[str, Any]]:
     metrics, running = run.metrics(run.names()), is_running(run.path)
-    return [asdict(each) for each in findings(metrics, run.config(), run.sampled(), running=running)]
+    found = findings(metrics, run.config(), run.sampled(FEW), run.diffs(), running=running)
+    return [asdict(each) for each in found]
 
 
 def _samples(run: Run, request: Request) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
     if order not in ORDERS:
         raise Refused(f"sort={shorten(order, 40)!r}, expected one of {', '.join(ORDERS[1:])}")
     samples = run.samples(step)
-    found = list(samples.steps.get(step, {}).get(kind, ()))
+    found = samples.of(step, kind)
     engines = by_engine(found)
     engine = _number(request, "engine") if "engine" in request.query_params else None
     if engine not in {each.engine for each in engines}:  # as among held-out samples, whose engines are unknown
@@ -177,8 +178,8 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
 def _sample(run: Run, request: Request) -> dict[str, Any]:
     try:
         return run.samples(_number(request, "step")).record(request.path_params["id"])
-    except KeyError:
-        raise Refused("there is no such sample; the run may have replaced its step", status=404) from None
+    except Gone as error:
+        raise Refused(str(error), status=404) from None
 
 
 def _timeline(run: Run, request: Request) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from attrs import define, frozen
@@ -38,10 +39,16 @@ class Finding:
 
 
 def findings(
-    metrics: Metrics, config: Mapping[str, Any], kept: Sequence[Sequence[Summary]] = (), *, running: bool = False
+    metrics: Metrics,
+    config: Mapping[str, Any],
+    samples: Sequence[Summary] = (),
+    diffs: Mapping[int, Mapping[int, float]] = MappingProxyType({}),
+    *,
+    running: bool = False,
 ) -> Iterator[Finding]:
-    """Those of the last FEW steps, the gravest first; `kept` are the samples that were kept of each step, in order."""
-    recent = Recent(metrics=metrics, config=config, kept=kept, running=running)
+    """Those of the last FEW steps, the gravest first. `samples` are those that were kept of the last FEW steps, `diffs`
+    how far the tokens of each engine are from the trainer, by step."""
+    recent = Recent(metrics=metrics, config=config, samples=samples, diffs=diffs, running=running)
     found = [finding for rule in RULES for finding in rule(recent)]
     yield from sorted(found, key=lambda each: ("error", "warning", "info").index(each.level))
 
@@ -52,12 +59,9 @@ class Recent:
 
     metrics: Metrics
     config: Mapping[str, Any]
-    kept: Sequence[Sequence[Summary]]
+    samples: Sequence[Summary]
+    diffs: Mapping[int, Mapping[int, float]]
     running: bool
-
-    @property
-    def samples(self) -> list[Summary]:
-        return [each for step in self.kept[-FEW:] for each in step]
 
     def since(self, name: str, wrong: Callable[[float], bool]) -> int | None:
         """The first of the steps, up to the newest one, in all of which this metric is wrong; None if there is none."""
@@ -213,9 +217,7 @@ def _first_wrong(run: Recent, alone: Collection[OfEngine], bound: float) -> int 
 
     steps = [run.since("rollout/logprob_diff", wrong)]
     for engine in [each.engine for each in alone]:
-        newest_first = (
-            (step[0].step, mean_diff(each for each in step if engine in each.engines)) for step in run.kept[::-1]
-        )
+        newest_first = ((step, of.get(engine)) for step, of in sorted(run.diffs.items(), reverse=True))
         steps.append(_since(newest_first, wrong))
     return min((step for step in steps if step is not None), default=None)
 

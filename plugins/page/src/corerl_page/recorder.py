@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from corerl.config import CONFIG_FILE, Config, load_config
-from corerl.errors import CorerlError
+from corerl.errors import ConfigError, CorerlError
 from corerl.messages import note
 from corerl.observability import reopen
 from corerl.plugin import Evaluated, Event, RunRewound, RunStarted, StepFinished
@@ -21,7 +22,13 @@ from corerl_page.spec import PageOptions
 
 def installed() -> dict[str, str]:
     """The version of Python and of each distribution, by its name."""
-    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    found: dict[str, str] = {}
+    for each in metadata.distributions():
+        # Interrupted installs leave directories without a name behind, of which newer importlibs raise an error. Of two
+        # of one name, the first is imported.
+        with contextlib.suppress(FileNotFoundError):
+            if name := each.metadata["Name"]:
+                found.setdefault(name, each.version)
     return {"Python": platform.python_version(), **dict(sorted(found.items()))}
 
 
@@ -103,7 +110,11 @@ class Recorder:
     def _serve(self) -> None:
         from corerl_page.server import Server
 
-        server = Server([self._run_dir], port=self._options.port)
+        try:
+            server = Server([self._run_dir], port=self._options.port)
+        except ConfigError as error:  # such as a port that another run has: samples are kept all the same
+            note(f"the run's page is not shown: {error.message}")
+            return
         server.start()
         self._stop = server.stop
         note(f"the run's page is at {server.url}")

@@ -7,10 +7,12 @@ import math
 import os
 import threading
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from attrs import define, field, frozen
 
@@ -30,25 +32,30 @@ class Tail:
     _inode: int = 0
     _place: int = 0
 
-    def new(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Whether all lines before are void, and (offset, line) for each that has come since the last call."""
+    @contextmanager
+    def new(self) -> Iterator[tuple[bool, Iterator[tuple[int, bytes]]]]:
+        """Whether all lines before are void, and (offset, line) for each that has come since the last call. A line is
+        read when it is asked for, as the file may be larger than memory, and has come once the next one is."""
         try:
-            with self.path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                void = stat.st_ino != self._inode or stat.st_size < self._place
-                if void:
-                    self._inode, self._place = stat.st_ino, 0
-                file.seek(self._place)
-                found = []
-                for line in file:
-                    if not line.endswith(b"\n"):  # not yet whole
-                        break
-                    found.append((self._place, line))
-                    self._place += len(line)
-                return void, found
+            file = self.path.open("rb")
         except FileNotFoundError:
             void, self._inode, self._place = self._inode != 0, 0, 0
-            return void, []
+            yield void, iter(())
+            return
+        with file:
+            stat = os.fstat(file.fileno())
+            void = stat.st_ino != self._inode or stat.st_size < self._place
+            if void:
+                self._inode, self._place = stat.st_ino, 0
+            file.seek(self._place)
+            yield void, self._lines(file)
+
+    def _lines(self, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        for line in file:
+            if not line.endswith(b"\n"):  # not yet whole
+                return
+            yield self._place, line
+            self._place += len(line)
 
 
 @frozen(kw_only=True)
@@ -77,44 +84,114 @@ SHOWN = 160  # characters of a text in a list
 FAR = 0.1  # mean |trainer - engine| above which a sample counts as far; rounding makes 1e-7 to 0.06
 
 
+RECENT = 32  # steps, of each kind, whose summaries stay in memory: one takes 1 kB, and a long run has millions
+
+
+class Gone(ValueError):
+    """A sample whose line is no longer there: the run has replaced its step."""
+
+
 class Samples:
-    """The samples of one file, by step and kind."""
+    """The samples of one file, by step and kind. It holds where the line of each begins, the differences of engines by
+    step, and the summaries of the steps that have come or were asked for last. May be called from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tail = Tail(path)
-        self.steps: dict[int, dict[str, list[Summary]]] = {}
+        self._lock = threading.Lock()
+        self._places: dict[int, dict[str, array[int]]] = {}
+        self._recent: dict[tuple[int, str], list[Summary]] = {}  # the one that is used last comes last
+        self._diffs: dict[int, dict[int, tuple[float, int]]] = {}  # step -> engine -> sum over tokens, and how many
+
+    @property
+    def steps(self) -> list[int]:
+        with self._lock:
+            return sorted(self._places)
+
+    def counts(self, step: int) -> dict[str, int]:
+        """How many samples of each kind a step has."""
+        with self._lock:
+            return {kind: len(places) for kind, places in self._places.get(step, {}).items()}
 
     def update(self) -> None:
-        void, lines = self._tail.new()
-        if void:
-            self.steps = {}
-        for offset, line in lines:
-            record = json.loads(line)
-            kinds = self.steps.setdefault(record["step"], {})
-            found = kinds.setdefault(record.get("kind", "sampled"), [])
-            found.append(_summary(record, place=offset, number=len(found)))
+        with self._lock, self._tail.new() as (void, lines):
+            if void:
+                for known in (self._places, self._recent, self._diffs):
+                    known.clear()
+            for offset, line in lines:
+                self._add(json.loads(_head(line)), offset)
+
+    def _add(self, record: Mapping[str, Any], offset: int) -> None:
+        step, kind = key = record["step"], record.get("kind", "sampled")
+        places = self._places.setdefault(step, {}).setdefault(kind, array("q"))
+        summary = _summary(record, place=offset, number=len(places))
+        places.append(offset)
+        if len(places) == 1:
+            self._keep(key, [])
+        if key in self._recent:  # else it is read again when it is asked for
+            self._recent[key].append(summary)
+        if kind == "sampled" and summary.diff is not None and summary.tokens:
+            sums = self._diffs.setdefault(step, {})
+            for engine in summary.engines:
+                total, tokens = sums.get(engine, (0.0, 0))
+                sums[engine] = total + summary.diff * summary.tokens, tokens + summary.tokens
+
+    def _keep(self, key: tuple[int, str], summaries: list[Summary]) -> None:
+        self._recent[key] = summaries
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+
+    def of(self, step: int, kind: str) -> list[Summary]:
+        """The samples of one step and kind, in the file's order."""
+        with self._lock:
+            found, key = self._recent.pop((step, kind), None), (step, kind)
+            if found is None:
+                places = enumerate(self._places.get(step, {}).get(kind, ()))
+                found = [_summary(self._begun(place), place=place, number=number) for number, place in places]
+            self._keep(key, found)
+            return list(found)
+
+    def diffs(self) -> dict[int, dict[int, float]]:
+        """Of each step, the mean |trainer - engine| over the tokens of each engine where it is known."""
+        with self._lock:
+            return {
+                step: {engine: total / tokens for engine, (total, tokens) in sums.items()}
+                for step, sums in self._diffs.items()
+            }
 
     def record(self, place: int) -> dict[str, Any]:
-        """Raises KeyError if no line begins there."""
+        """Raises Gone if no line begins there."""
+        record: dict[str, Any] = json.loads(self._line(place))
+        return record
+
+    def _begun(self, place: int) -> dict[str, Any]:
+        """The record without its rows."""
+        record: dict[str, Any] = json.loads(_head(self._line(place)))
+        return record
+
+    def _line(self, place: int) -> bytes:
         with self.path.open("rb") as file:
             file.seek(max(place - 1, 0))
-            if place < 0 or (place > 0 and file.read(1) != b"\n"):
-                raise KeyError(place)
+            begins = place == 0 or file.read(1) == b"\n"
             line = file.readline()
-        if not line.endswith(b"\n"):
-            raise KeyError(place)
-        record: dict[str, Any] = json.loads(line)
-        return record
+        if not begins or not line.endswith(b"\n"):
+            raise Gone(f"{self.path.name} has no sample at {place}; the run may have replaced its step")
+        return line
 
     def matching(self, summaries: list[Summary], text: str) -> list[Summary]:
         """Those whose prompt, response or answer has the text, in any case."""
         wanted, found = text.casefold(), []
         for summary in summaries:
-            record = self.record(summary.id)
+            record = self._begun(summary.id)
             if any(wanted in str(record.get(name, "")).casefold() for name in ("prompt", "response", "answer")):
                 found.append(summary)
         return found
+
+
+def _head(line: bytes) -> bytes:
+    """A line without its `rows`, which come last and are nearly all of it: a summary needs none of them."""
+    head, rows, _ = line.partition(b', "rows": [')  # within a text quotes are escaped
+    return head + b"}" if rows else line
 
 
 def _summary(record: Mapping[str, Any], *, place: int, number: int) -> Summary:
@@ -145,7 +222,7 @@ class Run:
 
     path: Path
     name: str
-    _lock: threading.RLock = field(factory=threading.RLock, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)  # of `_metrics`
     _metrics: dict[str, dict[int, float | None]] = field(factory=dict, init=False)
 
     @cached_property
@@ -162,7 +239,7 @@ class Run:
 
     @cached_property
     def timeline(self) -> Timeline:
-        return Timeline(Tail(self.path / TRACE_FILE), threading.RLock())
+        return Timeline(Tail(self.path / TRACE_FILE))
 
     def state(self) -> dict[str, Any]:
         """`changed` differs once any file has grown."""
@@ -209,44 +286,47 @@ class Run:
             return {name: dict(self._metrics[name]) for name in names if name in self._metrics}
 
     def _update_metrics(self) -> None:
-        void, lines = self._metrics_tail.new()
-        if void:
-            self._metrics = {}
-        for _, line in lines:
-            record = json.loads(line)
-            step = record.pop("step")
-            for name, value in record.items():
-                self._metrics.setdefault(name, {})[step] = value
+        with self._metrics_tail.new() as (void, lines):
+            if void:
+                self._metrics = {}
+            for _, line in lines:
+                record = json.loads(line)
+                step = record.pop("step")
+                for name, value in record.items():
+                    self._metrics.setdefault(name, {})[step] = value
 
-    def samples(self, step: int | None = None) -> Samples:
+    def samples(self, step: int) -> Samples:
         """The file that has most to say of the step: rollouts.jsonl, or samples.jsonl where that has more samples."""
-        with self._lock:
-            self._rollouts.update()
-            self._shown.update()
-            if step is None:
-                return self._rollouts if self._rollouts.steps else self._shown
-            of_tokens, of_texts = self._rollouts.steps.get(step, {}), self._shown.steps.get(step, {})
-            return self._rollouts if of_tokens.get("sampled") or not of_texts else self._shown
+        self._update_samples()
+        return self._of(step)
 
-    def sampled(self) -> list[list[Summary]]:
-        """Of each step in order, the sampled ones with their tokens."""
-        with self._lock:
-            self._rollouts.update()
-            return [list(each["sampled"]) for _, each in sorted(self._rollouts.steps.items()) if "sampled" in each]
+    def _update_samples(self) -> None:
+        self._rollouts.update()
+        self._shown.update()
+
+    def _of(self, step: int) -> Samples:
+        has_tokens = "sampled" in self._rollouts.counts(step)
+        return self._rollouts if has_tokens or not self._shown.counts(step) else self._shown
+
+    def sampled(self, steps: int) -> list[Summary]:
+        """Those of the last `steps` steps that have samples with their tokens."""
+        self._update_samples()
+        having = [step for step in self._rollouts.steps if "sampled" in self._rollouts.counts(step)]
+        return [each for step in having[-steps:] for each in self._rollouts.of(step, "sampled")]
+
+    def diffs(self) -> dict[int, dict[int, float]]:
+        """Of each step, how far each engine's tokens are from the trainer."""
+        return self._rollouts.diffs()
 
     def steps(self) -> list[dict[str, Any]]:
         """The steps that have samples, with how many of each kind."""
-        self.samples()
-        with self._lock:
-            steps = sorted({*self._rollouts.steps, *self._shown.steps})
-        found = []
-        for step in steps:
-            kinds = self.samples(step).steps.get(step, {})
-            found.append({"step": step, "kinds": {kind: len(each) for kind, each in kinds.items()}})
-        return found
+        self._update_samples()
+        steps = sorted({*self._rollouts.steps, *self._shown.steps})
+        return [{"step": step, "kinds": self._of(step).counts(step)} for step in steps]
 
     def notices(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for _, line in Tail(self.path / NOTICES_FILE).new()[1]]
+        with Tail(self.path / NOTICES_FILE).new() as (_, lines):
+            return [json.loads(line) for _, line in lines]
 
 
 @frozen(kw_only=True)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from attrs import define, field
+
+from corerl.types import IntArray
 
 if TYPE_CHECKING:
     from corerl_page.runs import Tail
@@ -20,21 +26,15 @@ MEMORY = "memory"  # the track of when a process's memory slept
 CALLS = re.compile(r"calls( \d+)?")  # the tracks of a process's calls
 
 
-class Call(NamedTuple):
-    start: int  # microseconds
-    end: int
-    name: str
-    detail: str
-
-
 @define(eq=False)
 class Track:
     """Slices in order of their starts, in microseconds."""
 
     process: str
     name: str
-    starts: list[int] = field(factory=list)
-    ends: list[int] = field(factory=list)
+    # A long run has millions of slices, with few names.
+    starts: array[int] = field(factory=lambda: array("q"))
+    ends: array[int] = field(factory=lambda: array("q"))
     names: list[str] = field(factory=list)
     details: list[str] = field(factory=list)  # the call with its details, and its error
     longest: int = 0
@@ -45,8 +45,8 @@ class Track:
             at -= 1
         self.starts.insert(at, start)
         self.ends.insert(at, end)
-        self.names.insert(at, name)
-        self.details.insert(at, detail)
+        self.names.insert(at, sys.intern(name))
+        self.details.insert(at, sys.intern(detail))
         self.longest = max(self.longest, end - start)
 
     def window(self, first: int, last: int, finest: int) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ class Track:
 @define(eq=False)
 class Timeline:
     _tail: Tail
-    _lock: threading.RLock
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
     _processes: dict[int, str] = field(factory=dict, init=False)
     _tracks: dict[int, Track] = field(factory=dict, init=False)  # by tid, which no two processes share
     _begun: dict[int, tuple[int, str]] = field(factory=dict, init=False)  # by tid, the open phase
@@ -114,42 +114,43 @@ class Timeline:
             origin, end = self._bounds
             waits = {track.name: track for track in self._tracks.values() if track.process == IDLE}
             found = []
-            for process, calls in self._calls().items():
+            for process, tracks in self._working().items():
                 idle = waits.get(process, waits.get("ranks") if " rank " in process else None)
                 causes: dict[str, float] = {}
                 for name, start, stop in zip(idle.names, idle.starts, idle.ends, strict=True) if idle else ():
                     causes[name] = causes.get(name, 0.0) + (stop - start) / 1e6
-                last = max(calls, key=lambda call: call.end)
-                since = max(end - calls[0].start, 1)
+                starts, ends = (np.concatenate([getattr(each, side) for each in tracks]) for side in ("starts", "ends"))
+                names, details = ([*chain(*(getattr(each, of) for each in tracks))] for of in ("names", "details"))
+                order, last = np.argsort(starts, kind="stable"), int(ends.argmax())
+                errors = [at for at in order if " error: " in details[at]]
                 found.append(
                     {
                         "process": process,
-                        "state": self._state(process, last),
-                        "last": last.detail or last.name,
-                        "ended": (last.end - origin) / 1e6,
-                        "calls": len(calls),
-                        "seconds": since / 1e6,
-                        "busy": _covered(calls) / 1e6,
+                        "state": self._state(process, names[last], details[last]),
+                        "last": details[last] or names[last],
+                        "ended": (int(ends[last]) - origin) / 1e6,
+                        "calls": len(names),
+                        "seconds": max(end - int(starts.min()), 1) / 1e6,
+                        "busy": _covered(starts[order], ends[order]) / 1e6,
                         "idle": causes,
-                        "errors": [call.detail for call in calls if " error: " in call.detail][-5:],
+                        "errors": [details[at] for at in errors[-5:]],
                     }
                 )
             return sorted(found, key=lambda each: _natural(each["process"]))
 
-    def _calls(self) -> dict[str, list[Call]]:
-        """Of each rank and engine, in order of their starts: also of those that work on several at once."""
-        found: dict[str, list[Call]] = {}
+    def _working(self) -> dict[str, list[Track]]:
+        """The tracks of calls of each rank and engine: several of those that work on several calls at once."""
+        found: dict[str, list[Track]] = {}
         for track in self._ordered():
-            if track.process not in ("driver", IDLE) and CALLS.fullmatch(track.name):
-                found.setdefault(track.process, []).extend(
-                    map(Call, track.starts, track.ends, track.names, track.details)
-                )
-        return {process: sorted(calls) for process, calls in found.items() if calls}
+            if track.process not in ("driver", IDLE) and CALLS.fullmatch(track.name) and track.names:
+                found.setdefault(track.process, []).append(track)
+        return found
 
-    def _state(self, process: str, last: Call) -> str:
-        if " error: " in last.detail:
+    def _state(self, process: str, name: str, detail: str) -> str:
+        """By its last call."""
+        if " error: " in detail:
             return "failed"
-        if last.name in ("shutdown", "close"):
+        if name in ("shutdown", "close"):
             return "ended"
         return "asleep" if process in self._asleep else "awake"
 
@@ -159,15 +160,15 @@ class Timeline:
         return iter(sorted(self._tracks.values(), key=lambda track: place[track.process]))
 
     def _update(self) -> None:
-        void, lines = self._tail.new()
-        if void:
-            for known in (self._processes, self._tracks, self._begun, self._asleep, self._memory):
-                known.clear()
-            self._bounds = None
-        for _, line in lines:
-            text = line.strip().rstrip(b",")
-            if text not in (b"[", b"]", b""):
-                self._take(json.loads(text))
+        with self._tail.new() as (void, lines):
+            if void:
+                for known in (self._processes, self._tracks, self._begun, self._asleep, self._memory):
+                    known.clear()
+                self._bounds = None
+            for _, line in lines:
+                text = line.strip().rstrip(b",")
+                if text not in (b"[", b"]", b""):
+                    self._take(json.loads(text))
 
     def _take(self, record: dict[str, Any]) -> None:
         pid, tid, kind = record["pid"], record.get("tid", 0), record["ph"]
@@ -207,10 +208,7 @@ def _natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D+)(\d*)", name)]
 
 
-def _covered(calls: Sequence[Call]) -> int:
-    """Microseconds in which at least one call was going on."""
-    covered, until = 0, 0
-    for start, end, *_ in calls:
-        covered += max(0, end - max(start, until))
-        until = max(until, end)
-    return covered
+def _covered(starts: IntArray, ends: IntArray) -> int:
+    """Microseconds in which at least one call [n] was going on, in order of starts."""
+    until = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
+    return int(np.maximum(0, ends - np.maximum(starts, until)).sum())
