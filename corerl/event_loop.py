@@ -23,17 +23,19 @@ class EventLoop:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._closed = False
+        self._closing = threading.Lock()  # what begins before it closes is among the tasks that are cancelled
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # for the thread in `run`
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine, from any thread; cancelling the future cancels it. Raises RuntimeError once closed."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:
-            work.close()  # or Python would warn that nobody has awaited it
-            raise
+        """Start a coroutine, from any thread; cancelling the future cancels it. Raises RuntimeError once `close` has
+        been called."""
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()  # or Python would warn that nobody has awaited it
+        raise RuntimeError("the event loop is closed")
 
     @property
     def inside(self) -> bool:
@@ -69,10 +71,11 @@ class EventLoop:
 
     def close(self) -> None:
         """Cancel all tasks and end the thread; returns once it has ended, or hangs. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
         if not self.inside:
             self._thread.join(CLOSE_SECONDS)
 

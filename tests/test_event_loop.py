@@ -72,6 +72,24 @@ def test_an_exit_while_closing_still_cancels_other_tasks(turns: int, recwarn: py
     assert [str(each.message) for each in recwarn] == []
 
 
+def test_what_begins_while_the_loop_closes_is_refused(loop: EventLoop) -> None:
+    refused = list[str]()
+
+    async def begins_as_it_is_cancelled() -> None:
+        try:
+            await asyncio.sleep(LIMIT)
+        finally:
+            try:
+                loop.begin(name())
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    loop.begin(begins_as_it_is_cancelled())
+    loop.run(name())
+    loop.close()
+    assert refused == ["the event loop is closed"]
+
+
 def test_closing_cancels_tasks_and_leaves_hung_threads() -> None:
     loop, go, ended = EventLoop("tested"), threading.Event(), threading.Event()
 

@@ -185,12 +185,13 @@ def test_only_functions_import_what_serves_http() -> None:
 
 @pytest.mark.processes
 def test_what_only_reads_loads_no_heavy_package() -> None:
-    """Core itself, its public packages, the command's help and all specs."""
+    """Core itself, its public packages, the command's help, all specs, and which checkpoints there are."""
     heavy = ("torch", "ray", "transformers", "uvicorn")
     assert loaded_by("import corerl", *heavy) == []
     code = "\n".join(f"import {package}\ndir({package})" for package in PUBLIC)
     code += "\nimport corerl.config.load\nfrom corerl.config import *\nfrom corerl.plugin import *"
-    code += "\nfrom importlib.metadata import entry_points\nfrom corerl.plugin.registry import Kind\n"
+    code += "\nimport corerl.checkpoint.commit\nfrom importlib.metadata import entry_points"
+    code += "\nfrom corerl.plugin.registry import Kind\n"
     code += "for kind in Kind:\n    for point in entry_points(group=kind.group):\n        point.load()"
     assert loaded_by(code, *heavy) == []
 

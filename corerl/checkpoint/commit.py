@@ -109,15 +109,7 @@ def _described(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} was never completed; resume from a checkpoint whose name does not end in {PARTIAL!r}"
         )
-    if not os.path.isdir(directory):
-        others = _committed(directory.parent) if NAME.fullmatch(directory.name) else []
-        if others:
-            raise CheckpointError(
-                f"no checkpoint at {directory}: {KEPT}; use one that still exists, such as {others[0]}"
-            )
-        fault = "is no directory" if os.path.exists(directory) else "does not exist"
-        hint = did_you_mean_path(directory) or f"; use a directory such as {ONE}"
-        raise CheckpointError(f"no checkpoint at {directory}, which {fault}{hint}")
+    require_directory(directory)
     if not (directory / DRIVER_FILE).exists() and (other := _instead(directory)):
         raise CheckpointError(other)
     where = directory / DRIVER_FILE
@@ -133,6 +125,19 @@ def _described(directory: Path) -> dict[str, Any]:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise unusable(directory, f"{file} {what}; the checkpoint is damaged, so resume from another one")
     return content
+
+
+def require_directory(directory: Path) -> None:
+    """Raise CheckpointError, with what may be meant, if a checkpoint's directory is not there."""
+    if not os.path.isdir(directory):
+        others = _committed(directory.parent) if NAME.fullmatch(directory.name) else []
+        if others:
+            raise CheckpointError(
+                f"no checkpoint at {directory}: {KEPT}; use one that still exists, such as {others[0]}"
+            )
+        fault = "is no directory" if os.path.exists(directory) else "does not exist"
+        hint = did_you_mean_path(directory) or f"; use a directory such as {ONE}"
+        raise CheckpointError(f"no checkpoint at {directory}, which {fault}{hint}")
 
 
 def _checksum_of_file(path: Path) -> int:

@@ -20,16 +20,17 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 from attrs import asdict, field, frozen
-from safetensors.torch import save_file
 
 from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.messages import short_repr
 from corerl.weights.chunks import Box
+
+if TYPE_CHECKING:
+    import torch  # slow to import: whoever only asks which checkpoints there are waits for it otherwise
 
 PIECE = 2**24  # bytes from one call to the next: each takes the interpreter's lock, for which the rank's kernels wait
 THREADS = 8  # at most: a few read memory as fast as all cores would
@@ -167,6 +168,8 @@ def unusable(checkpoint: Path, text: str) -> CheckpointDamaged:
 
 def checksum(tensor: torch.Tensor) -> Checksum:
     """Read each value of a CPU tensor once. Only float32 values are checked to be finite."""
+    import torch
+
     data: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     crc32, sound = 0, True
     with np.errstate(invalid="ignore"):
@@ -182,6 +185,8 @@ def checksum(tensor: torch.Tensor) -> Checksum:
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
     """The same for each tensor, in threads: zlib and numpy let others run."""
+    import torch
+
     # As many as torch may use, which is this process's part of the host's cores.
     threads = max(1, min(torch.get_num_threads(), THREADS))
     # The largest ones first: begun last, one would keep a single thread busy while the others have nothing left.
@@ -201,6 +206,8 @@ GIB = 2**30
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
     """Write the file with the mode that the umask gives: safetensors lets nobody but its owner read it. Raises OSError,
     or what safetensors raises."""
+    from safetensors.torch import save_file
+
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=metadata)

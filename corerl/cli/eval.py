@@ -51,22 +51,18 @@ def run(args: argparse.Namespace) -> int:
     # A path that does not exist is a config file only if it ends in .toml; otherwise a misspelt run, or a checkpoint
     # that retention has removed.
     directory = os.path.isdir(what) or (what.suffix != ".toml" and not os.path.exists(what))
-    config = None if directory else load_config(what, given)  # before torch is imported
+    # Before torch is imported, so that errors come at once.
+    config = None if directory else load_config(what, given)
     newest = config is None or config.checkpoint.resume == "auto"  # a run's, if no other checkpoint is named
+    checkpoint = checkpoint_in(Path(config.run.dir) if config else what) if newest else what
+    own = config or config_for(checkpoint.absolute(), given)
+    if config is not None and newest:  # not that of the directory for the scores
+        resume = "never" if checkpoint == Path(own.run.dir) else str(checkpoint)  # without one, the initial weights
+        own = evolve(own, checkpoint=evolve(own.checkpoint, resume=resume))
     with uncollected():
-        from corerl.driver.run import Summary
         from corerl.loop import train
-
-    def score(checkpoint: Path) -> Summary:
-        """Score a checkpoint's weights, or those that the config starts from."""
-        own = config or config_for(checkpoint.absolute(), given)
-        if config is not None and newest:  # not that of the directory for the scores
-            resume = "never" if checkpoint == Path(own.run.dir) else str(checkpoint)
-            own = evolve(own, checkpoint=evolve(own.checkpoint, resume=resume))
-        scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
-        return train(evolve(own, run=evolve(own.run, dir=str(scores))))
-
-    summary = score(checkpoint_in(Path(config.run.dir) if config else what) if newest else what)
+    scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
+    summary = train(evolve(own, run=evolve(own.run, dir=str(scores))))
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0

@@ -43,15 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from corerl.checkpoint.commit import require_directory
     from corerl.cli.eval import checkpoint_in
     from corerl.config.load import load_config
     from corerl.imports import uncollected
 
-    config = load_config(args.config) if args.config else None  # before torch is imported
+    # Before torch is imported, so that these errors come at once.
+    config = load_config(args.config) if args.config else None
+    directory, checkpoint = Path(args.directory), checkpoint_in(Path(args.checkpoint))
+    require_directory(checkpoint)
     with uncollected():
         from corerl.driver.export import export
 
-    directory, checkpoint = Path(args.directory), checkpoint_in(Path(args.checkpoint))
     export(checkpoint, directory, role=args.role, config=config, dtype=args.dtype, merge=args.merge)
     print(f"wrote {directory}")
     return 0

@@ -25,12 +25,13 @@ from corerl.observability.timing import idle, idle_seconds
 from corerl.plan.plan import RolloutPlan
 from corerl.plugin.events import StepFinished
 from corerl.plugin.spec import ACTOR
+from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout, truncated_fraction
 from corerl.rollout.source import Policies
 from corerl.types import FloatArray, IntArray, Metric, Reduction, SampleBatch, TrainResult, offsets_of
 
-STEPS = 3  # in a row that teach nothing
-NEARLY_ALL = 0.9  # fraction of a step's groups
+STEPS = 3  # in a row
+NEARLY_ALL = 0.9  # fraction of a step's groups, or of its samples
 
 
 def rollout_metrics(scored: ScoredRollout, *, placeholder: int | None = None) -> dict[str, float]:
@@ -157,12 +158,27 @@ def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: floa
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
+@define
+class InRow:
+    """Counts the steps in a row that are all alike in something."""
+
+    _steps: int = 0
+
+    def completed(self, alike: bool) -> bool:
+        """Whether this step is the last of STEPS that are so, for the first time."""
+        if self._steps == STEPS:
+            return False
+        self._steps = self._steps + 1 if alike else 0
+        return self._steps == STEPS
+
+
 @define(kw_only=True, eq=False)
 class StepNotices:
     """Reads each step of a run, and remembers what is reported only once."""
 
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {}: reported
-    _zero: int = field(default=0, init=False)  # steps in a row that taught nothing
+    _zero: InRow = field(factory=InRow, init=False)  # steps that taught nothing
+    _cut_off: InRow = field(factory=InRow, init=False)  # steps whose samples were cut off
 
     def of(self, scored: ScoredRollout, trained: SampleBatch | None) -> Iterator[str]:
         """`trained`: the samples as the losses read them; None if the step was not for training."""
@@ -170,6 +186,7 @@ class StepNotices:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
         yield from self._of_unseen(scored.rollout.batch)
+        yield from self._of_cut_off(scored.rollout)
         if trained is not None:
             yield from self._of_zero_advantages(trained)
 
@@ -184,18 +201,27 @@ class StepNotices:
                 "reward.special_tokens=true if it needs them"
             )
 
+    def _of_cut_off(self, rollout: Rollout) -> Iterator[str]:
+        """That nearly all samples of several steps in a row were cut off; once."""
+        batch, cut = rollout.batch, truncated_fraction(rollout)
+        if batch.columns["loss_mask"].sum() <= len(batch.lengths):
+            return  # a choice of one token has no end
+        if self._cut_off.completed(cut >= NEARLY_ALL):
+            yield (
+                f"nearly all samples reached rollout.max_tokens, {STEPS} steps in a row, now {cut:.0%}: they are "
+                "scored and trained on without their ends; raise it if answers are to end"
+            )
+
     def _of_zero_advantages(self, samples: SampleBatch) -> Iterator[str]:
         """That several steps in a row taught nothing, as nearly all groups had advantages of 0 alone; once."""
         _, group_of = np.unique(samples.peers, return_inverse=True)
         teach = np.bincount(group_of[samples.row_of], weights=samples.columns["advantages"] != 0) > 0
-        if len(teach) and self._zero < STEPS:
-            zero = int((~teach).sum())
-            self._zero = self._zero + 1 if zero >= NEARLY_ALL * len(teach) else 0
-            if self._zero == STEPS:
-                yield (
-                    f"nearly all groups had advantages of 0, {STEPS} steps in a row, now {zero} of {len(teach)}: they "
-                    "teach nothing; check reward and samples, or use prompts that are sometimes answered right"
-                )
+        zero = int((~teach).sum())
+        if len(teach) and self._zero.completed(zero >= NEARLY_ALL * len(teach)):
+            yield (
+                f"nearly all groups had advantages of 0, {STEPS} steps in a row, now {zero} of {len(teach)}: they "
+                "teach nothing; check reward and samples, or use prompts that are sometimes answered right"
+            )
 
 
 def unseen_tokens(plan: RolloutPlan) -> dict[int, str]:

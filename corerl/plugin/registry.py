@@ -168,7 +168,8 @@ def locate(kind: Kind, name: str) -> Entry:
 def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
     """What is installed there: each worker and each command asks several times."""
     found = [
-        Entry(name=each.name, distribution=each.dist.name, version=each.dist.version, value=each.value)
+        # An interrupted install may have left its entry points alone: then neither name nor version is known.
+        Entry(name=each.name, distribution=each.dist.name or "", version=each.dist.version or "", value=each.value)
         for each in _entry_points(where).select(group=kind.group)
         if each.dist is not None
     ]

@@ -80,7 +80,7 @@ def test_what_a_group_has_saved_is_exported_with_its_config(tmp_path: Path, caps
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "model"), *given]) == 2
     assert main(["export", str(checkpoint / "actor"), str(tmp_path / "model"), *given, "--role", "critic"]) == 2
     nothing, other = capsys.readouterr().err.splitlines()
-    assert nothing.startswith(f"corerl: error: {tmp_path}/nothing")
+    assert nothing.startswith(f"corerl: error: no checkpoint at {tmp_path}/nothing, which does not exist")
     assert other == "corerl: error: the config has no role 'critic'; it has: actor"
     assert not (tmp_path / "model").exists()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from attrs import evolve
@@ -32,11 +34,36 @@ def test_special_tokens_that_the_reward_misses_are_reported_once() -> None:
     assert said(common, scored()) == []
 
 
+def cut_off(count: int, *, tokens: int = 7) -> ScoredRollout:
+    """Ten samples of so many tokens, of which the first `count` reached the limit."""
+    rows: dict[str, list[Any]] = {
+        "group": [0] * 10,
+        "sample": list(range(10)),
+        "truncated": [each < count for each in range(10)],
+    }
+    batch = marked(*["." + "x" * tokens] * 10, of_rows=rows)
+    return evolve(scored(), rollout=evolve(scored().rollout, batch=batch))
+
+
+@pytest.mark.parametrize(
+    ("steps", "share"),
+    [
+        ([cut_off(10), *[cut_off(9)] * 6], "90%"),
+        ([*[cut_off(9)] * 2, cut_off(8), *[cut_off(9)] * 2], ""),
+        ([cut_off(10, tokens=1)] * 3, ""),
+    ],
+)
+def test_samples_that_are_cut_off_are_reported_once(steps: list[ScoredRollout], share: str) -> None:
+    assert [line.partition(":")[0] for line in said(StepNotices(), *steps)] == [
+        f"nearly all samples reached rollout.max_tokens, 3 steps in a row, now {share}"
+    ] * bool(share)
+
+
 def trained(*groups: str, roles: str = "") -> SampleBatch:
     """One group for each word, of a sample for each letter: a token without loss, then one with this advantage."""
     letters = "".join(groups)
     rows = {"group": np.repeat(np.arange(len(groups)), [len(word) for word in groups]).tolist()}
-    given = {**rows, **({"role": list(roles)} if roles else {})}
+    given: dict[str, list[Any]] = {**rows, **({"role": list(roles)} if roles else {})}
     advantages = [each for letter in letters for each in (0.0, float(letter))]
     return marked(*[".x"] * len(letters), of_rows=given, advantages=advantages)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
-from corerl.plugin.registry import Kind, load
+from corerl.plugin.registry import Kind, load, scan
 from corerl.plugin.spec import API
 
 Install = Callable[..., Path]
@@ -51,6 +51,14 @@ def test_a_broken_backend_has_its_cause_and_spoils_none(install: Install, backen
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
     assert load(Kind.BACKENDS, "good").name == "good"
+
+
+def test_a_distribution_without_metadata_spoils_none(install: Install, backend_spec: str) -> None:
+    install("corerl-good", {"backends": {"half": "good_m:SPEC"}}, good_m=backend_spec)
+    site = install("corerl-half", {"backends": {"half": "half_m:SPEC"}})
+    (site / "corerl_half-0.1.0.dist-info/METADATA").unlink()  # as an interrupted install leaves it
+    assert load(Kind.BACKENDS, "corerl-good:half").distribution == "corerl-good"
+    assert [each.distribution for each in scan(Kind.BACKENDS) if each.name == "half"] == ["", "corerl-good"]
 
 
 @pytest.mark.parametrize(

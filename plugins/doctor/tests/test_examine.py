@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from corerl.config import load_config
 from corerl.errors import PluginNotFound
 from corerl.plugin import Finding, Kind, Level, load
 from corerl_doctor import installation
+from corerl_doctor.advice import of_learning
 from corerl_doctor.child import run_check
 from corerl_doctor.examine import examine
 from corerl_doctor.installation import driver
@@ -215,8 +217,14 @@ def test_a_config_is_checked_with_its_environment(tmp_path: Path, install: Insta
     install("corerl-tried", {"backends": {"tried": "tried_spec5:SPEC"}}, tried_spec5=spec())
     file = write_small(tmp_path)
     chosen = ["backend.name=tried", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
-    findings = list(examine(file=str(file), overrides=chosen, layers=True))
-    assert amiss(findings) == []
+    notices = list(of_learning(load_config(file, ["algorithm.kl_estimator=k2"])))
+    (tmp_path / "notices.jsonl").write_text(json.dumps({"text": notices[0], "step": 0}) + "\n")
+    said = [*chosen, "algorithm.kl_estimator=k2", "rollout.top_k=3"]
+    findings = list(examine(file=str(file), overrides=said, layers=True, run_dir=str(tmp_path)))
+    kept, cut = amiss(findings)
+    assert ([kept.what], kept.why) == (notices, "noted by the run with 0 steps done")
+    assert cut.what.startswith("rollout.top_k=3: only the likeliest tokens are sampled")
+    assert (cut.level, cut.fix) == (Level.WARNING, f"edit {file} if that is not meant")
     assert findings[-1].what.startswith("CoreRL's packed pass and transformers' own agree in all 34 modules ")
     (ranks,) = [finding.what for finding in findings if finding.what.startswith("actor ranks get ")]
     assert {"MINE_RANKS=1", "OMP_NUM_THREADS=1"} <= set(ranks.split())

@@ -31,7 +31,9 @@ def examine(
     yield from installation.interpreter()
     yield from installation.requirements(["corerl"])
     yield from installation.driver()
+    found = []
     for notice in read_notices(Path(run_dir)) if run_dir else ():
+        found.append(notice.text)
         yield Finding(
             level=Level.WARNING,
             what=notice.text,
@@ -52,7 +54,6 @@ def examine(
             yield from run_check("corerl_doctor.run:devices")
         yield from run_check("corerl_doctor.plugins:check_named", name)
     if config is not None:
-        found = []
         chosen = dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used)
         for finding in _selected(list(chosen)):
             found.append(finding.what)
@@ -60,7 +61,8 @@ def examine(
         listed = None if config.extensions is None else [each.name for each in config.extensions]
         yield from run_check("corerl_doctor.plugins:check_joining", listed)
         for finding in run_check("corerl_doctor.run:run", file, list(overrides), nodes, layers):
-            if not any(what in finding.what for what in found):  # a plugin's own finding has a better cure
+            # A plugin's own finding has a better cure, and a run's notice says when that was.
+            if not any(what in finding.what for what in found):
                 yield finding
     if not name and not file:
         yield from _all()

@@ -40,7 +40,7 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
     """Warn of plugin distributions that are found several times, and names that several distributions offer."""
     # Not of `entries`: of several copies of a distribution Python reads the first on sys.path, which may be stale.
     ours = [each for each in distributions() if "[corerl." in (each.read_text("entry_points.txt") or "")]
-    for name in sorted({each.metadata["Name"] for each in ours}):
+    for name in sorted({each.metadata["Name"] for each in ours if each.metadata["Name"]}):
         if len(found := _copies(name)) > 1:
             yield Finding(
                 level=Level.WARNING,

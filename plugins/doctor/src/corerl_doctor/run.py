@@ -36,7 +36,8 @@ def devices() -> Iterator[Report]:
 def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Iterator[Report]:
     """Check a config that can be parsed."""
     config = load_config(file, overrides)
-    for note in ignored_tables(config):
+    ignored = ignored_tables(config)
+    for note in ignored:
         yield Finding(
             level=Level.WARNING,
             what=note,
@@ -58,6 +59,14 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
             )
         return
     roles, cluster = plan.processes.roles, plan.cluster
+    for line in plan.notices:
+        if line not in ignored:
+            yield Finding(
+                level=Level.WARNING,
+                what=line,
+                why="a run says so before its first step",
+                fix=f"edit {file} if that is not meant",
+            )
     yield ok(f"{file} can run: {len(roles)} role{'s' * (len(roles) != 1)} on {plan.processes.device}")
     yield from _environments(plan)
     if layers:
