@@ -16,6 +16,7 @@ from corerl_testing.compare import (
     BEFORE_A_STEP,
     Trajectory,
     assert_follows,
+    assert_near_float32,
     assert_outputs,
     assert_resumes,
     different,
@@ -53,6 +54,17 @@ def test_the_first_difference_is_named() -> None:
             assert_follows(evolve(RUN, losses=losses, grad_norms=grad_norms), RUN)
         assert str(caught.value).partition("\n")[0] == said
         assert isinstance(caught.value, Mismatch) == said.endswith(BEFORE_A_STEP)
+
+
+@pytest.mark.parametrize("rate", [0.01, 2.0])
+def test_another_learning_rate_in_half_precision_shows_in_weights(rate: float) -> None:
+    start = {name: np.zeros_like(values) for name, values in ONE.items()}
+    wanted = evolve(RUN, at_start={"master": start})
+    assert_near_float32(evolve(wanted, state={"master": {name: 1.05 * values for name, values in ONE.items()}}), wanted)
+    with pytest.raises(AssertionError, match="what the steps added to the weights is"):
+        assert_near_float32(
+            evolve(wanted, state={"master": {name: rate * values for name, values in ONE.items()}}), wanted
+        )
 
 
 # ---- what outputs are off by -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -48,6 +49,11 @@ def die_on_one() -> None:
     dist.barrier()
 
 
+def answer_late(value: float) -> float:
+    time.sleep(1.0)
+    return value
+
+
 def gone(pid: int, within: float = 20.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -81,6 +87,24 @@ def test_a_failed_rank_ends_the_pool_until_the_next_run() -> None:
             assert all(gone(pid) for pid in pids)
         assert [total for _, _, total in pool.run(summed, 0.0)] == [1.0, 1.0]
     finally:
+        pool.close()
+
+
+def test_a_call_after_an_interrupted_one_gets_its_own_answers() -> None:
+    def interrupt(signum: int, frame: object) -> None:
+        raise TimeoutError("the test's time is over")
+
+    pool = RankPool(2)
+    handler = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        pids = [pid for _, pid, _ in pool.run(summed, 0.0)]
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(TimeoutError):
+            pool.run(answer_late, 5.0)
+        assert all(gone(pid) for pid in pids)
+        assert [total for _, _, total in pool.run(summed, 0.0)] == [1.0, 1.0]
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
         pool.close()
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
@@ -94,8 +94,17 @@ class RankPool:
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """`function` must be importable by name. Raises RankFailed with the traceback of the rank that raised first,
         without waiting for the other ranks."""
-        if not self._processes:
-            self._start()
+        try:
+            if not self._processes:
+                self._start()
+            return self._run(function, args)
+        except RankFailed:
+            raise  # ranks that all refused have answered, and live on
+        except BaseException:  # a test's timeout, Ctrl-C: else the next call would get the answers to this one
+            self.close()
+            raise
+
+    def _run(self, function: Callable[..., T], args: Sequence[Any]) -> list[T]:
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send((function, args))

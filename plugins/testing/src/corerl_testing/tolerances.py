@@ -43,3 +43,6 @@ BFLOAT16_PACKED = 1e-2  # of the same sequences alone
 # bfloat16, the mean over eight steps
 BFLOAT16_LOSS = 2e-2
 BFLOAT16_GRAD_NORM = 5e-2
+
+# bfloat16 or float16, of what six steps add to the weights, relative: in bfloat16 it is 0.075, in float16 0.004
+HALF_MOVES_L2 = 0.15

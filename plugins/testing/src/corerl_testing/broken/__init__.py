@@ -141,6 +141,9 @@ SENDS_ONCE = broken("SendsOnce", "engines are sent the first update's weights ag
 ROUNDS_BUFFERS = broken("RoundsBuffers", "engines are sent a router's bias in bfloat16", seen_by="C64")
 SKIPS_TIED_PARAMETER = broken("SkipsTiedParameter", "engines are never sent tied embeddings", seen_by="C21")
 LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while they sleep", seen_by="C43")
+LEAKS_BESIDE_GRADIENTS = broken(
+    "LeaksBesideGradients", "a copy of the parameters takes the place of sleeping gradients", seen_by="C43"
+)
 KEEPS_GRADIENTS = broken("KeepsGradients", "gradients are zeroed and never freed", seen_by="C43")
 KEEPS_MOMENTS_AWAKE = broken("KeepsMomentsAwake", "moments are not known to be memory", seen_by="C43")
 WAKES_DIRTY = broken("WakesDirty", "moments are zeros after waking", seen_by="C43")

@@ -103,7 +103,6 @@ class States:
     init_again: str
     results: list[TrainResult]  # of steps 0 to 2, with the repeated init in between
     after_shutdown: Mapping[str, str]
-    shutdown_again: str
 
 
 def go_through_states(setup: Setup, directory: str) -> States:
@@ -128,7 +127,6 @@ def go_through_states(setup: Setup, directory: str) -> States:
         init_again=again,
         results=results,
         after_shutdown=verbs(),
-        shutdown_again=error_of(lambda: worker.shutdown("once more")),
     )
 
 
