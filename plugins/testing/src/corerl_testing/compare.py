@@ -268,11 +268,11 @@ def assert_near_float32(found: Trajectory, wanted: Trajectory, *, at_least: floa
         "train.precision is ignored",
     )
     # The first steps of training move losses by less than rounding does, so that they do not show a wrong optimizer.
-    mine, others = (
+    moves, expected = (
         {name: end - each.at_start["master"][name] for name, end in each.state["master"].items()}
         for each in (found, wanted)
     )
-    apart = weights_apart(mine, others)
+    apart = weights_apart(moves, expected)
     require(
         apart < HALF_MOVES_L2,
         f"what the steps added to the weights is {apart:.2g} of its norm from that in float32, at most "
