@@ -27,7 +27,7 @@ QWEN = "<vision><img></vision>"
 
 
 def tokenizer_with(written: str) -> PreTrainedTokenizerFast:
-    """Words, and a chat template that writes this for each picture."""
+    """Words, and a chat template that writes this for each picture, and ends a turn by what begins alike."""
     core = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", pad_token="<pad>")
@@ -35,7 +35,7 @@ def tokenizer_with(written: str) -> PreTrainedTokenizerFast:
     made.chat_template = (
         "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}"
-        "{% if p.type == 'image' %}" + written + "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% if p.type == 'image' %}" + written + "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<stop>{% endfor %}"
     )
     return made
 

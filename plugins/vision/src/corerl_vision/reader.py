@@ -25,6 +25,7 @@ WORD = "<image>"  # where a picture goes, in texts of published data
 PARTS = ("image", "image_url", "input_image")  # types of content parts
 CONTENT = ("image", "image_url", "url", "path", "bytes")  # their fields
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"  # tokens behind a row of features, and behind the last
+BEHIND = "behind-the-picture"  # a text that templates write as it is
 NUMBERS = "whose pictures and marks differ in number"
 
 
@@ -46,22 +47,18 @@ class VisionReader(PictureReader):
         known = [each for each in (self.placeholder, self._processor.begin) if each is not None]
         if not self._tokenizer.chat_template:
             return "", self.placeholder, ""
+        behind = {"type": "text", "text": BEHIND}
         try:
-            parts = ({"type": "image"}, {"type": "text", "text": ""})
-            chats: list[Any] = [[{"role": "user", "content": [part]}] for part in parts]
+            chats: list[Any] = [[{"role": "user", "content": each}] for each in ([{"type": "image"}, behind], [behind])]
             shown, without = (str(self._tokenizer.apply_chat_template(messages, tokenize=False)) for messages in chats)
         except Exception:  # a template of texts alone: prompts that are chats will be refused by name
             return "", self.placeholder, ""
+        picture = shown.partition(BEHIND)[0].removeprefix(without.partition(BEHIND)[0])
         for mark in known:
             text = str(self._tokenizer.convert_ids_to_tokens(mark))
-            if shown.count(text) == 1 and text not in without:
-                before, _, behind = shown.partition(text)
-                pairs = zip(before, without, strict=False)
-                start = next(
-                    (n for n, (one, other) in enumerate(pairs) if one != other), min(len(before), len(without))
-                )
-                rest = without[start:]
-                return before[start:], mark, behind.removesuffix(rest)
+            if picture.count(text) == 1:
+                before, _, after = picture.partition(text)
+                return before, mark, after
         return "", self.placeholder, ""
 
     def find(self, row: Mapping[str, Any], prompt: Any, *, root: str) -> tuple[Any, Sequence[Any]]:
