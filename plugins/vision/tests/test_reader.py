@@ -35,7 +35,8 @@ def tokenizer_with(written: str) -> PreTrainedTokenizerFast:
     made.chat_template = (
         "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}"
-        "{% if p.type == 'image' %}" + written + "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<stop>{% endfor %}"
+        "{% if p.type == 'image' %}" + written + "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+        "<stop>{% endfor %}"
     )
     return made
 
