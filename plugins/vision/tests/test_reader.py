@@ -67,8 +67,11 @@ def test_marks_of_texts_and_parts_take_pictures_in_order(tmp_path: Path) -> None
 
 def test_rows_without_pictures_stay_as_they_are(tmp_path: Path) -> None:
     own, chat = reader_of("qwen3_vl", tmp_path), [{"role": "user", "content": "a"}]
-    for row in ({}, {"images": None}, {"images": []}):
-        assert own.find(row, chat, root="") == (chat, []) and own.find(row, "a", root="") == ("a", [])
+    for empty in (None, [], "", {"bytes": None, "path": None}, [None, ""]):
+        for row in ({}, {"images": empty}):
+            assert own.find(row, chat, root="") == (chat, []) and own.find(row, "a", root="") == ("a", [])
+    _, found = own.find({"images": [None, shown()]}, "<image>", root="")
+    assert [each.read() for each in found] == [shown()]
 
 
 def test_marks_and_pictures_must_agree(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ class VisionReader(PictureReader):
 
     def find(self, row: Mapping[str, Any], prompt: Any, *, root: str) -> tuple[Any, Sequence[Any]]:
         held = row.get(self._options.key)
-        listed = iter(held if isinstance(held, list | tuple) else [] if held is None else [held])
+        cells = held if isinstance(held, list | tuple) else [held]
+        listed = iter([cell for cell in cells if not _is_empty(cell)])
         root = self._options.root or root
         found: list[File] = []
 
@@ -87,7 +88,7 @@ class VisionReader(PictureReader):
             marked: Any = prompt.replace(WORD, text)
         else:
             marked = [_marked(message, take) for message in prompt] if isinstance(prompt, list) else prompt
-        if left := sum(each is not None for each in listed):
+        if left := len(list(listed)):
             raise Refused(
                 NUMBERS, f"{left} pictures more in the field {self._options.key!r} than marks {WORD} in the prompt"
             )
@@ -127,6 +128,11 @@ class VisionReader(PictureReader):
         return [*lines, start], [end, *lines]
 
 
+def _is_empty(cell: Any) -> bool:
+    """As rows without a picture have it: null, an empty text, and an object of nulls in files of columns."""
+    return not cell or (isinstance(cell, Mapping) and not any(cell.values()))
+
+
 def _marked(message: Any, take: Any) -> Any:
     """The message with the part `{"type": "image"}` for each of its pictures."""
     content = message.get("content") if isinstance(message, Mapping) else None
@@ -142,7 +148,7 @@ def _parts(part: Any, take: Any) -> Iterator[Any]:
     if not isinstance(part, Mapping):
         yield part
     elif part.get("type") in PARTS:
-        held = next((part[name] for name in CONTENT if part.get(name)), None)
+        held = next((part[name] for name in CONTENT if not _is_empty(part.get(name))), None)
         take(held)
         yield {"type": "image"}
     elif part.get("type", "text") == "text" and WORD in str(part.get("text")):
