@@ -17,6 +17,7 @@ from corerl.pictures import FoundPicture
 from corerl.rollout import Rollout, expand
 from corerl.types import PICTURE, offsets_of
 from corerl_agents.episodes import Episode
+from corerl_agents.pictures import with_pictures
 from plugins.agents.tests.oracle import PARAMS, Play
 from tests.tiny_pictures import TinyOptions, TinyReader
 
@@ -157,6 +158,15 @@ def test_a_conversation_is_over_when_a_placeholder_was_sampled(shown: Play) -> N
     assert (reasons, len(requests)) == (["length", "length"], 1)
     assert rollout.batch.row_columns["truncated"].tolist() == [True] and rollout.texts == ["3"]
     assert PICTURE not in rollout.batch.columns
+
+
+def test_a_client_cannot_name_a_path_beside_a_data_url(reader: TinyReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    find = reader.find
+    monkeypatch.setattr(reader, "find", lambda row, prompt, root: asked.append(prompt) or find(row, prompt, root=root))
+    sent = Episode.picture(b"1x1:3")
+    shown = with_pictures([{"role": "user", "content": [{**sent, "image": "private.png"}]}], reader, ())
+    assert asked == [[{"role": "user", "content": [sent]}]] and len(shown.pictures) == 1
 
 
 @pytest.mark.parametrize(

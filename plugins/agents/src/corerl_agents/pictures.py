@@ -89,5 +89,7 @@ def _sent(part: Mapping[str, Any], reader: PictureReader) -> Picture:
     url = url.get("url") if isinstance(url, Mapping) else url
     if not isinstance(url, str) or not url.startswith("data:"):  # a path would let a client read files
         raise ValueError(f"has the picture {short_repr(url, SHOWN)}, which is no data: URL; {SEND}")
-    _, (reference,) = reader.find({}, [{"role": "user", "content": [part]}], root="")
+    # Nothing else of the part, which may name a path too.
+    sent = {"type": "image_url", "image_url": {"url": url}}
+    _, (reference,) = reader.find({}, [{"role": "user", "content": [sent]}], root="")
     return reader.read(reference)
