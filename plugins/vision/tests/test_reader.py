@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from corerl.data import Refused
+from corerl.errors import ModelError
 from corerl_vision import files, reader
 from corerl_vision.reader import VisionReader
 from corerl_vision.shapes import png
@@ -158,11 +159,18 @@ def test_mistral_breaks_rows_of_features(tmp_path: Path) -> None:
     assert rows > 1 and own.expand(picture).tolist() == [*[*line, BREAK] * (rows - 1), *line, LAST]
 
 
-def test_limits_bound_the_size_at_which_a_picture_is_seen(tmp_path: Path) -> None:
-    own = reader_of("qwen3_vl", tmp_path, max_pixels=1024)
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_limits_bound_the_size_at_which_a_picture_is_seen(family: str, tmp_path: Path) -> None:
+    own = reader_of(family, tmp_path, max_pixels=1024)
     _, (found,) = own.find({"images": shown(300, 200)}, "<image>", root="")
     width, height = own.read(found).size
-    assert width * height <= 1024 and abs(width / height - 1.5) < 0.6
-    smaller = reader_of("qwen3_vl", tmp_path, min_pixels=3000)
+    assert 600 < width * height <= 1024 and abs(width / height - 1.5) < 0.6
+    smaller = reader_of(family, tmp_path, min_pixels=3000)
     _, (found,) = smaller.find({"images": shown(16, 16)}, "<image>", root="")
-    assert np.prod(smaller.read(found).size) >= 3000
+    assert 3000 <= np.prod(smaller.read(found).size) < 5000
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_limits_are_refused_where_the_model_has_its_own_size(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"{family} has the size .*; remove them"):
+        reader_of(family, tmp_path, max_pixels=1024)
