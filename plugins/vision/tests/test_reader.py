@@ -75,6 +75,11 @@ def test_rows_without_pictures_stay_as_they_are(tmp_path: Path) -> None:
     assert [each.read() for each in found] == [shown()]
 
 
+def test_a_part_that_is_no_text_stays_for_the_reader_of_messages(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": ["<image>"]}]}]
+    assert reader_of("qwen3_vl", tmp_path).find({}, chat, root="") == (chat, [])
+
+
 def test_marks_and_pictures_must_agree(tmp_path: Path) -> None:
     own = reader_of("qwen3_vl", tmp_path)
     for images, prompt, why in (

@@ -151,7 +151,7 @@ def _parts(part: Any, take: Any) -> Iterator[Any]:
         held = next((part[name] for name in CONTENT if not _is_empty(part.get(name))), None)
         take(held)
         yield {"type": "image"}
-    elif part.get("type", "text") == "text" and WORD in str(part.get("text")):
+    elif part.get("type", "text") == "text" and isinstance(part.get("text"), str) and WORD in part["text"]:
         before, *texts = part["text"].split(WORD)
         yield from [{"type": "text", "text": before}] if before else []
         for text in texts:
