@@ -129,6 +129,16 @@ def test_the_same_words_about_other_pictures_are_another_row(shown: Play) -> Non
     assert sorted(shades) == [1, 2]
 
 
+def test_messages_that_are_left_out_take_their_pictures_along(shown: Play) -> None:
+    def last_alone(episode: Episode) -> None:
+        (message,) = episode.messages
+        episode.chat([{**message, "content": message["content"][-1:]}])
+
+    requests: list[GenerateRequest] = []
+    shown(last_alone, answering(requests, "3<eos>"), "1x1:1", "1x1:2")
+    assert [int(picture.pixels[0, 0, 0]) for picture in requests[0].pictures] == [2]
+
+
 def test_pictures_count_against_limits(shown: Play) -> None:
     answers: list[Any] = []
 
@@ -175,6 +185,7 @@ def test_a_client_cannot_name_a_path_beside_a_data_url(reader: TinyReader, monke
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "has the picture .* no data: URL; send"),
         ([{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}], "has the picture .* no data: URL; send"),
         ([IMAGE, IMAGE], "one more part {'type': 'image'} than the prompt has pictures, 1"),
+        ([{**IMAGE, "index": 1}], "has the picture of index 1, but the prompt has 1; send"),
         ([Episode.picture(b"1x1:broken")], "the picture 1x1:broken ends early"),
         ("3*", "0 pictures, but the prompt has the token that stands for one 1 times"),
     ],
