@@ -47,8 +47,8 @@ class Shown:
 def with_pictures(
     messages: Sequence[Any], reader: PictureReader | None, own: Sequence[Picture | FoundPicture]
 ) -> Shown:
-    """Read the pictures of a request. A part `{"type": "image", "index": n}` is that one of `own`, the prompt's; without
-    an index it is the next one. Raises Refused."""
+    """Read the pictures of a request. A part `{"type": "image", "index": n}` is that one of `own`, the prompt's;
+    without an index it is the next one. Raises Refused."""
     if reader is None or not any(True for message in messages for _ in _parts(message)):
         return Shown(messages=messages, pictures={})
     pictures: dict[str, Picture] = {}
