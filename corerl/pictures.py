@@ -181,7 +181,6 @@ class Tower(ABC):
     in the place of placeholders. What it makes of a picture, its features, nobody else looks into."""
 
     module: PreTrainedModel  # has its weights
-    encoded: int  # pictures that have gone through it
 
     @abstractmethod
     def encode(self, pictures: Mapping[Key, Picture], device: torch.device) -> dict[Key, Any]:
@@ -220,11 +219,6 @@ class RankTower(ABC):
     on which rows or ranks show any. Holds the weights and, if they are trained, gradients and optimizer."""
 
     adam_step = 0  # steps taken, for Adam's bias correction: fewer than the backend's where steps show no picture
-
-    @property
-    @abstractmethod
-    def encoded(self) -> int:
-        """How many pictures have gone through the tower."""
 
     @abstractmethod
     def encode(self, pictures: Mapping[int, Picture]) -> dict[int, Any]:

@@ -134,7 +134,12 @@ class Sampling:
         rollout = self.plan.rollout
         if self.fleet is None or self.sampler is None:
             steps = self.plan.run.steps
-            self.source = SavedRollouts(rollout.settings.saved, steps=steps, vocab_size=rollout.vocab_size)
+            self.source = SavedRollouts(
+                rollout.settings.saved,
+                steps=steps,
+                vocab_size=rollout.vocab_size,
+                pictures=rollout.pictures is not None,
+            )
         else:
             before = state.get("config", {}).get("algorithm", {})
             self.source = self._source(self.fleet, self.sampler, known_part=before.get("dynamic_sampling_on", ""))

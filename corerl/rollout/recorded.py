@@ -143,8 +143,8 @@ def saved_rollouts(directory: str | Path) -> list[Path]:
 class SavedRollouts(Source):
     """Rollout steps read from files, in order, renumbered from 0."""
 
-    def __init__(self, directory: str | Path, *, steps: int, vocab_size: int) -> None:
-        """Raises DataError if there are fewer than `steps` files."""
+    def __init__(self, directory: str | Path, *, steps: int, vocab_size: int, pictures: bool = False) -> None:
+        """`pictures`: the model is shown those of rows. Raises DataError if there are fewer than `steps` files."""
         self._files = saved_rollouts(directory)
         if len(self._files) < steps:
             raise DataError(
@@ -152,7 +152,7 @@ class SavedRollouts(Source):
                 f"{len(self._files)}; set run.steps to at most {len(self._files)}"
             )
         self._steps = steps
-        self._vocab_size = vocab_size
+        self._vocab_size, self._pictures = vocab_size, pictures
         self._step = 0
 
     async def next(self) -> ScoredRollout | None:
@@ -165,6 +165,11 @@ class SavedRollouts(Source):
             raise DataError(
                 f"{path} contains token {largest}, but the model's vocabulary has only {self._vocab_size} tokens; "
                 "train the model that sampled this batch"
+            )
+        if scored.rollout.batch.pictures and not self._pictures:  # their placeholders would be trained on as text
+            raise DataError(
+                f"{path} has rows that show pictures, but model.pictures is not set; set it as in the run that sampled "
+                "this batch"
             )
         self._step += 1
         return evolve(scored, step=self._step - 1)

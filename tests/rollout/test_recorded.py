@@ -92,6 +92,14 @@ def test_missing_or_foreign_batches_say_what_to_do(tmp_path: Path) -> None:
         asyncio.run(SavedRollouts(tmp_path, steps=1, vocab_size=10).next())
 
 
+def test_pictures_are_not_trained_on_as_text(tmp_path: Path) -> None:
+    write_rollout(tmp_path, with_pictures(scored(0)))
+    with pytest.raises(DataError, match=r"step-00000000.npz has rows that show pictures, but model.pictures is not"):
+        rest(SavedRollouts(tmp_path, steps=1, vocab_size=200))
+    (step,) = rest(SavedRollouts(tmp_path, steps=1, vocab_size=200, pictures=True))
+    assert len(step.rollout.batch.pictures) == 1
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     path = write_rollout(tmp_path, scored())

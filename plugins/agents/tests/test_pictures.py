@@ -17,6 +17,7 @@ from corerl.pictures import FoundPicture
 from corerl.rollout import Rollout, expand
 from corerl.types import PICTURE, offsets_of
 from corerl_agents.episodes import Episode
+from corerl_agents.pictures import with_pictures
 from plugins.agents.tests.oracle import PARAMS, Play
 from tests.tiny_pictures import TinyOptions, TinyReader
 
@@ -128,6 +129,16 @@ def test_the_same_words_about_other_pictures_are_another_row(shown: Play) -> Non
     assert sorted(shades) == [1, 2]
 
 
+def test_messages_that_are_left_out_take_their_pictures_along(shown: Play) -> None:
+    def last_alone(episode: Episode) -> None:
+        (message,) = episode.messages
+        episode.chat([{**message, "content": message["content"][-1:]}])
+
+    requests: list[GenerateRequest] = []
+    shown(last_alone, answering(requests, "3<eos>"), "1x1:1", "1x1:2")
+    assert [int(picture.pixels[0, 0, 0]) for picture in requests[0].pictures] == [2]
+
+
 def test_pictures_count_against_limits(shown: Play) -> None:
     answers: list[Any] = []
 
@@ -159,12 +170,22 @@ def test_a_conversation_is_over_when_a_placeholder_was_sampled(shown: Play) -> N
     assert PICTURE not in rollout.batch.columns
 
 
+def test_a_client_cannot_name_a_path_beside_a_data_url(reader: TinyReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    find = reader.find
+    monkeypatch.setattr(reader, "find", lambda row, prompt, root: asked.append(prompt) or find(row, prompt, root=root))
+    sent = Episode.picture(b"1x1:3")
+    shown = with_pictures([{"role": "user", "content": [{**sent, "image": "private.png"}]}], reader, ())
+    assert asked == [[{"role": "user", "content": [sent]}]] and len(shown.pictures) == 1
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "has the picture .* no data: URL; send"),
         ([{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}], "has the picture .* no data: URL; send"),
         ([IMAGE, IMAGE], "one more part {'type': 'image'} than the prompt has pictures, 1"),
+        ([{**IMAGE, "index": 1}], "has the picture of index 1, but the prompt has 1; send"),
         ([Episode.picture(b"1x1:broken")], "the picture 1x1:broken ends early"),
         ("3*", "0 pictures, but the prompt has the token that stands for one 1 times"),
     ],

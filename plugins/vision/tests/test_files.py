@@ -76,12 +76,18 @@ def test_each_form_of_a_cell_is_the_same_picture(form: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(shown(cell, str(tmp_path)), np.asarray(halves()))
 
 
-def test_a_rotated_photograph_stands_upright() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # its top is at the right of what is stored
-    pixels = shown(saved(halves(), exif=exif))
+@pytest.mark.parametrize("odd", [b"", struct.pack("<HHI4s", 0x0128, 2, 2, b"2")])  # a text in the place of a number
+def test_a_rotated_photograph_stands_upright(odd: bytes) -> None:
+    turned = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)  # its top is at the right of what is stored
+    fields = struct.pack("<H", 1 + bool(odd)) + turned + odd
+    pixels = shown(saved(halves(), exif=b"Exif\0\0II*\0\x08\0\0\0" + fields + bytes(4)))
     assert pixels.shape == (8, 4, 3)
     assert (tuple(pixels[0, 0]), tuple(pixels[-1, 0])) == (RED, WHITE)
+
+
+def test_a_photograph_with_a_preview_is_the_photograph() -> None:
+    content = saved(halves(), "MPO", save_all=True, append_images=[Image.new("RGB", (2, 2))], subsampling=0)
+    np.testing.assert_allclose(shown(content), np.asarray(halves()), atol=8)
 
 
 def test_transparent_pixels_are_shown_over_white() -> None:

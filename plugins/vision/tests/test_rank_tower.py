@@ -11,6 +11,7 @@ from attrs import evolve
 from corerl.backend import StateKey
 from corerl_testing import Runs, Setup, forward, running, start, step_at, train
 from corerl_testing.scenarios import pictures
+from corerl_vision.rank_tower import VisionRankTower
 
 SETUP = Setup(backend="fsdp", model="", fields=pictures.FIELDS, pictures="vision", tower="trained")
 TEXT = ((),) * len(pictures.SHOWN)
@@ -51,10 +52,11 @@ def encoded(tower: Literal["frozen", "trained"]) -> list[int]:
     setup, samples = evolve(SETUP, tower=tower), pictures.samples_with_pictures(0)
     with running(setup) as worker:
         forward(worker, setup, samples)
-        assert worker.backend.tower is not None
-        after_forward = worker.backend.tower.encoded
+        assert isinstance(worker.backend.tower, VisionRankTower)
+        counted = worker.backend.tower._tower
+        after_forward = counted.encoded
         train(worker, setup, 0, samples=samples)
-        return [after_forward, worker.backend.tower.encoded]
+        return [after_forward, counted.encoded]
 
 
 @pytest.mark.parametrize(("tower", "counts"), [("frozen", [2, 4]), ("trained", [2, 6])])

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from corerl.data import Refused
+from corerl.errors import ModelError
 from corerl_vision import files, reader
 from corerl_vision.reader import VisionReader
 from corerl_vision.shapes import png
@@ -27,7 +28,7 @@ QWEN = "<vision><img></vision>"
 
 
 def tokenizer_with(written: str) -> PreTrainedTokenizerFast:
-    """Words, and a chat template that writes this for each picture."""
+    """Words, and a chat template that writes this for each picture, and ends a turn by what begins alike."""
     core = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", pad_token="<pad>")
@@ -35,7 +36,8 @@ def tokenizer_with(written: str) -> PreTrainedTokenizerFast:
     made.chat_template = (
         "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}"
-        "{% if p.type == 'image' %}" + written + "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% if p.type == 'image' %}" + written + "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+        "<stop>{% endfor %}"
     )
     return made
 
@@ -66,8 +68,16 @@ def test_marks_of_texts_and_parts_take_pictures_in_order(tmp_path: Path) -> None
 
 def test_rows_without_pictures_stay_as_they_are(tmp_path: Path) -> None:
     own, chat = reader_of("qwen3_vl", tmp_path), [{"role": "user", "content": "a"}]
-    for row in ({}, {"images": None}, {"images": []}):
-        assert own.find(row, chat, root="") == (chat, []) and own.find(row, "a", root="") == ("a", [])
+    for empty in (None, [], "", {"bytes": None, "path": None}, [None, ""]):
+        for row in ({}, {"images": empty}):
+            assert own.find(row, chat, root="") == (chat, []) and own.find(row, "a", root="") == ("a", [])
+    _, found = own.find({"images": [None, shown()]}, "<image>", root="")
+    assert [each.read() for each in found] == [shown()]
+
+
+def test_a_part_that_is_no_text_stays_for_the_reader_of_messages(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": ["<image>"]}]}]
+    assert reader_of("qwen3_vl", tmp_path).find({}, chat, root="") == (chat, [])
 
 
 def test_marks_and_pictures_must_agree(tmp_path: Path) -> None:
@@ -154,11 +164,18 @@ def test_mistral_breaks_rows_of_features(tmp_path: Path) -> None:
     assert rows > 1 and own.expand(picture).tolist() == [*[*line, BREAK] * (rows - 1), *line, LAST]
 
 
-def test_limits_bound_the_size_at_which_a_picture_is_seen(tmp_path: Path) -> None:
-    own = reader_of("qwen3_vl", tmp_path, max_pixels=1024)
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_limits_bound_the_size_at_which_a_picture_is_seen(family: str, tmp_path: Path) -> None:
+    own = reader_of(family, tmp_path, max_pixels=1024)
     _, (found,) = own.find({"images": shown(300, 200)}, "<image>", root="")
     width, height = own.read(found).size
-    assert width * height <= 1024 and abs(width / height - 1.5) < 0.6
-    smaller = reader_of("qwen3_vl", tmp_path, min_pixels=3000)
+    assert 600 < width * height <= 1024 and abs(width / height - 1.5) < 0.6
+    smaller = reader_of(family, tmp_path, min_pixels=3000)
     _, (found,) = smaller.find({"images": shown(16, 16)}, "<image>", root="")
-    assert np.prod(smaller.read(found).size) >= 3000
+    assert 3000 <= np.prod(smaller.read(found).size) < 5000
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_limits_are_refused_where_the_model_has_its_own_size(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"{family} has the size .*; remove them"):
+        reader_of(family, tmp_path, max_pixels=1024)

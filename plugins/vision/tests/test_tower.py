@@ -17,6 +17,7 @@ from corerl.ops import PackedSequences
 from corerl.pictures import Picture
 from corerl.types import PICTURE, MicroBatch, Output
 from corerl_vision.processor import VisionInputs, processor_of
+from corerl_vision.tower import VisionTower
 from tests.pictures import FAMILIES, pictures_config
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_logprobs_of_mixed_rows_equal_each_sequence_alone(family: str, layout: s
         return
     policy = make_policy(hf_config(model), dtype=torch.float32, layout=layout, pictures=inputs)
     weights = named_weights(own)
-    assert policy.tower is not None
+    assert isinstance(policy.tower, VisionTower)
     halves = (policy.model, policy.tower.module)
     for half in halves:
         materialize(half, {name: torch.nn.Parameter(weights[name].detach()) for name, _ in half.named_parameters()})

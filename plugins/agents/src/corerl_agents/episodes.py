@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import inspect
 import threading
@@ -30,7 +29,7 @@ from corerl.rollout import (
 )
 from corerl_agents.chat_server import API_KEY
 from corerl_agents.dialects.base import MODEL
-from corerl_agents.pictures import picture_part
+from corerl_agents.pictures import picture_part, with_indices
 from corerl_agents.posted import NoReward
 
 Rewarded = float | Outcome | None  # None: a posted reward, or what `reward.name` returns
@@ -71,13 +70,12 @@ class Episode:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The prompt as chat messages; a text becomes one user message. New ones, which you may change."""
-        chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
-        return [copy.deepcopy(dict(message)) for message in chat]
+        return with_indices(self.prompt.messages or ({"role": "user", "content": self.prompt.text},))
 
     @staticmethod
     def picture(picture: bytes | str | Path) -> dict[str, Any]:
         """A part of a message's content, which shows the model a picture file: its content, or its path. Those of the
-        prompt are in its messages already, as parts `{"type": "image"}`."""
+        prompt are in its messages already, as parts `{"type": "image", "index": 0}`."""
         return picture_part(picture)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:

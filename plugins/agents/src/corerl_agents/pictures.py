@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ def picture_part(picture: bytes | str | Path) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/{name};base64,{base64.b64encode(content).decode()}"}}
 
 
+def with_indices(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A prompt's messages, copied, whose pictures remain the same ones wherever a function puts them."""
+    copies = [copy.deepcopy(dict(message)) for message in messages]
+    for index, part in enumerate(part for message in copies for part in _parts(message)):
+        part["index"] = index
+    return copies
+
+
 @frozen(kw_only=True, eq=False)
 class Shown:
     """A request's messages, in which each picture is a part `{"type": "image", "id": ...}`, and the pictures by id."""
@@ -38,8 +47,8 @@ class Shown:
 def with_pictures(
     messages: Sequence[Any], reader: PictureReader | None, own: Sequence[Picture | FoundPicture]
 ) -> Shown:
-    """Read the pictures of a request. A bare part `{"type": "image"}` stands for the next one of `own`, the prompt's.
-    Raises Refused."""
+    """Read the pictures of a request. A part `{"type": "image", "index": n}` is that one of `own`, the prompt's;
+    without an index it is the next one. Raises Refused."""
     if reader is None or not any(True for message in messages for _ in _parts(message)):
         return Shown(messages=messages, pictures={})
     pictures: dict[str, Picture] = {}
@@ -47,7 +56,10 @@ def with_pictures(
 
     def shown(number: int, part: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            picture = _own(bare, len(own)) if part.keys() == {"type"} else _sent(part, reader)
+            if part.keys() == {"type", "index"}:
+                picture = _at(part["index"], own)
+            else:
+                picture = _own(bare, len(own)) if part.keys() == {"type"} else _sent(part, reader)
         except (Unreadable, ValueError) as error:
             raise Refused(f"messages[{number}]: {error}") from error
         return {"type": "image", "id": pictures.setdefault(picture.id, picture).id}
@@ -69,7 +81,7 @@ def ids_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [part["id"] for message in messages for part in _parts(message)]
 
 
-def _parts(message: Any) -> Iterator[Mapping[str, Any]]:
+def _parts(message: Any) -> Iterator[dict[str, Any]]:
     content = message.get("content") if isinstance(message, Mapping) else None
     yield from filter(_is_picture, content if isinstance(content, list) else ())
 
@@ -84,10 +96,18 @@ def _own(bare: Iterator[Picture | FoundPicture], count: int) -> Picture:
     return read(found)
 
 
+def _at(index: Any, own: Sequence[Picture | FoundPicture]) -> Picture:
+    if not isinstance(index, int) or not 0 <= index < len(own):
+        raise ValueError(f"has the picture of index {short_repr(index, SHOWN)}, but the prompt has {len(own)}; {SEND}")
+    return read(own[index])
+
+
 def _sent(part: Mapping[str, Any], reader: PictureReader) -> Picture:
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, Mapping) else url
     if not isinstance(url, str) or not url.startswith("data:"):  # a path would let a client read files
         raise ValueError(f"has the picture {short_repr(url, SHOWN)}, which is no data: URL; {SEND}")
-    _, (reference,) = reader.find({}, [{"role": "user", "content": [part]}], root="")
+    # Nothing else of the part, which may name a path too.
+    sent = {"type": "image_url", "image_url": {"url": url}}
+    _, (reference,) = reader.find({}, [{"role": "user", "content": [sent]}], root="")
     return reader.read(reference)

@@ -290,7 +290,7 @@ class Reader:
             f"wanted {len(wanted)}; they differ from token {at} on: "
             f"{read[at : at + 4]}, wanted {wanted[at : at + 4].tolist()}. It expands {', '.join(map(str, pictures))} "
             f"otherwise than [pictures.{self.pictures}], or has tokenized the text again: its log says so. The files "
-            "of the processor in model.path must be those of the model, and "
+            "of the processor in model.path must be those of the model, limits of pictures must lie within theirs, and "
             "engines.sglang.server.mm_process_config, if set, must agree with them; else use "
             "rollout.engine='transformers'"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from attrs import field, frozen
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from xxhash import xxh3_128_digest
 
 from corerl.data import Refused
@@ -25,6 +25,16 @@ LONGEST = 200  # times as long as it is wide, or the other way around: no tower 
 SHOWN = 80  # characters of a value that a message shows
 UNREADABLE = "with pictures that cannot be read"
 SIXTEEN = 257  # 65535 / 255
+# By the orientation in EXIF data. ImageOps.exif_transpose writes all other fields anew, which fails for odd ones.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 @frozen(eq=False)
@@ -84,7 +94,8 @@ def pixels_of(file: File) -> Array:
     """[H, W, 3] uint8: upright, over white where it is transparent, 16 bits scaled to 8. Raises Refused."""
     with opened(file) as image:
         image.load()
-        upright = ImageOps.exif_transpose(image)
+        turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        upright = image if turn is None else image.transpose(turn)
         if upright.mode.startswith("I"):  # 16 bits, which convert() would clip
             values = np.asarray(upright).astype(np.float64)
             grey = np.clip(values / SIXTEEN, 0, 255).round().astype(np.uint8)
@@ -163,7 +174,8 @@ def _require_showable(image: Image.Image, name: str, max_pixels: float) -> None:
         )
     if max(width, height) > LONGEST * min(width, height):
         raise Refused("with too long pictures", f"{name} has {width} x {height} pixels, more than {LONGEST} to 1")
-    if getattr(image, "is_animated", False):
+    # An MPO is a JPEG whose other pictures are a preview, or a map of depth or brightness.
+    if image.format != "MPO" and getattr(image, "is_animated", False):
         raise Refused("with moving pictures", f"{name} has {getattr(image, 'n_frames', 2)} frames, wanted one")
     if image.mode == "F":
         raise Refused(UNREADABLE, f"{name} has floating-point pixels, of which nothing says what is white")

@@ -3,6 +3,7 @@ it, and what its tower takes."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -169,13 +170,19 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _limit(own: Any, config: PreTrainedConfig, least: int, most: int) -> None:
-    size = dict(own.size)
+    size = dict(own.size or {})
     if size.keys() != {"longest_edge", "shortest_edge"}:
         raise ModelError(
             f"pictures.vision: min_pixels and max_pixels are of models with pictures of any size, but "
-            f"{config.model_type} has the size {size}; remove them"
+            f"{config.model_type} has the size {size or 'that its number of patches gives'}; remove them"
         )
-    own.size = {"shortest_edge": least or size["shortest_edge"], "longest_edge": most or size["longest_edge"]}
+    # GLM's processors count a picture as often as a temporal patch has frames.
+    resize: Any = getattr(inspect.getmodule(type(own)), "smart_resize", None)
+    frames = own.temporal_patch_size if resize and "num_frames" in inspect.signature(resize).parameters else 1
+    own.size = {
+        "shortest_edge": least * frames or size["shortest_edge"],
+        "longest_edge": most * frames or size["longest_edge"],
+    }
 
 
 class VisionInputs(PictureInputs):

@@ -45,10 +45,6 @@ class VisionRankTower(RankTower):
         if self.trained:
             self._optimizer = adamw(self._params, shapes, config.train.optimizer, fused=device.type == "cuda")
 
-    @property
-    def encoded(self) -> int:
-        return self._tower.encoded
-
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

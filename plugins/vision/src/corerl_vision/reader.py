@@ -25,6 +25,7 @@ WORD = "<image>"  # where a picture goes, in texts of published data
 PARTS = ("image", "image_url", "input_image")  # types of content parts
 CONTENT = ("image", "image_url", "url", "path", "bytes")  # their fields
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"  # tokens behind a row of features, and behind the last
+BEHIND = "behind-the-picture"  # a text that templates write as it is
 NUMBERS = "whose pictures and marks differ in number"
 
 
@@ -46,27 +47,24 @@ class VisionReader(PictureReader):
         known = [each for each in (self.placeholder, self._processor.begin) if each is not None]
         if not self._tokenizer.chat_template:
             return "", self.placeholder, ""
+        behind = {"type": "text", "text": BEHIND}
         try:
-            parts = ({"type": "image"}, {"type": "text", "text": ""})
-            chats: list[Any] = [[{"role": "user", "content": [part]}] for part in parts]
+            chats: list[Any] = [[{"role": "user", "content": each}] for each in ([{"type": "image"}, behind], [behind])]
             shown, without = (str(self._tokenizer.apply_chat_template(messages, tokenize=False)) for messages in chats)
         except Exception:  # a template of texts alone: prompts that are chats will be refused by name
             return "", self.placeholder, ""
+        picture = shown.partition(BEHIND)[0].removeprefix(without.partition(BEHIND)[0])
         for mark in known:
             text = str(self._tokenizer.convert_ids_to_tokens(mark))
-            if shown.count(text) == 1 and text not in without:
-                before, _, behind = shown.partition(text)
-                pairs = zip(before, without, strict=False)
-                start = next(
-                    (n for n, (one, other) in enumerate(pairs) if one != other), min(len(before), len(without))
-                )
-                rest = without[start:]
-                return before[start:], mark, behind.removesuffix(rest)
+            if picture.count(text) == 1:
+                before, _, after = picture.partition(text)
+                return before, mark, after
         return "", self.placeholder, ""
 
     def find(self, row: Mapping[str, Any], prompt: Any, *, root: str) -> tuple[Any, Sequence[Any]]:
         held = row.get(self._options.key)
-        listed = iter(held if isinstance(held, list | tuple) else [] if held is None else [held])
+        cells = held if isinstance(held, list | tuple) else [held]
+        listed = iter([cell for cell in cells if not _is_empty(cell)])
         root = self._options.root or root
         found: list[File] = []
 
@@ -90,7 +88,7 @@ class VisionReader(PictureReader):
             marked: Any = prompt.replace(WORD, text)
         else:
             marked = [_marked(message, take) for message in prompt] if isinstance(prompt, list) else prompt
-        if left := sum(each is not None for each in listed):
+        if left := len(list(listed)):
             raise Refused(
                 NUMBERS, f"{left} pictures more in the field {self._options.key!r} than marks {WORD} in the prompt"
             )
@@ -130,6 +128,11 @@ class VisionReader(PictureReader):
         return [*lines, start], [end, *lines]
 
 
+def _is_empty(cell: Any) -> bool:
+    """As rows without a picture have it: null, an empty text, and an object of nulls in files of columns."""
+    return not cell or (isinstance(cell, Mapping) and not any(cell.values()))
+
+
 def _marked(message: Any, take: Any) -> Any:
     """The message with the part `{"type": "image"}` for each of its pictures."""
     content = message.get("content") if isinstance(message, Mapping) else None
@@ -145,10 +148,10 @@ def _parts(part: Any, take: Any) -> Iterator[Any]:
     if not isinstance(part, Mapping):
         yield part
     elif part.get("type") in PARTS:
-        held = next((part[name] for name in CONTENT if part.get(name)), None)
+        held = next((part[name] for name in CONTENT if not _is_empty(part.get(name))), None)
         take(held)
         yield {"type": "image"}
-    elif part.get("type", "text") == "text" and WORD in str(part.get("text")):
+    elif part.get("type", "text") == "text" and isinstance(part.get("text"), str) and WORD in part["text"]:
         before, *texts = part["text"].split(WORD)
         yield from [{"type": "text", "text": before}] if before else []
         for text in texts:
