@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.kinds import experts_of
+from corerl.models.config import topk_of
 
 TOPK = (torch.topk, Tensor.topk)
 REPLAYS = "replay requires routers that call torch.topk exactly once; set algorithm.routing_replay to 'none'"
@@ -71,9 +72,7 @@ class Routers:
         self._name = type(model).__name__
         self.layers = len(modules)
         self.experts = experts_of(model.config.to_dict())
-        text = model.config.get_text_config()
-        of_dbrx = getattr(getattr(text, "ffn_config", None), "moe_top_k", 0)
-        self.topk = int(getattr(text, "num_experts_per_tok", 0) or of_dbrx or 0)  # experts per token
+        self.topk = topk_of(model.config)
         self._logits_at = _recorders(model)[0].index if modules else 0
         self._active = False
         self._routed: Routed | None = None  # of the block's first pass, if it is to be recorded

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.models.routing import Routers, routers
+from corerl_testing import smallest_config
 
 EXPERTS, TOPK, TOKENS = 6, 2, torch.arange(11)[None]
 
@@ -98,6 +99,24 @@ def test_routers_tell_what_they_choose_and_choose_again(family: str) -> None:
         with taken.replaying(others()):
             assert not torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
         assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2}),
+        ("aria_text", {"moe_num_experts": EXPERTS, "moe_topk": 2}),
+        ("hunyuan_v1_moe", {"num_experts": EXPERTS, "moe_topk": [2, 2]}),
+    ],
+)
+def test_the_experts_per_token_are_known_whatever_the_config_calls_them(family: str, fields: dict[str, Any]) -> None:
+    config = smallest_config(family)
+    config.update({**fields, "num_hidden_layers": 2, "moe_intermediate_size": 16})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    taken = Routers(model)
+    with torch.no_grad(), taken.replaying(None, keep=True):
+        model(input_ids=TOKENS, use_cache=False)
+        assert taken.chosen.shape == (TOKENS.shape[1], taken.layers, taken.topk) == (TOKENS.shape[1], 2, 2)
 
 
 GROUPS = {
