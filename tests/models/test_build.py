@@ -42,7 +42,7 @@ def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str)
 
 
 DBRX_ATTENTION = {"attn_pdrop": 0.1, "rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}
-DBRX_FFN = {"moe_jitter_eps": 0.3, "ffn_hidden_size": 96, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
+DBRX_FFN = {"moe_jitter_eps": 0.3, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ DBRX_FFN = {"moe_jitter_eps": 0.3, "ffn_hidden_size": 96, "hidden_size": 64, "mo
         ("phi", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1}),
         ("opt", {"dropout": 0.1, "attention_dropout": 0.1, "layerdrop": 0.5, "ffn_dim": 96, "word_embed_proj_dim": 64}),
         ("mixtral", {"router_jitter_noise": 0.3, "num_local_experts": 4, "num_key_value_heads": 2}),
-        ("dbrx", {"attn_config": DBRX_ATTENTION, "ffn_config": DBRX_FFN}),
+        ("dbrx", {"d_model": 64, "n_heads": 4, "attn_config": DBRX_ATTENTION, "ffn_config": DBRX_FFN}),
     ],
 )
 def test_a_model_in_training_draws_nothing(kind: str, fields: dict[str, Any]) -> None:
