@@ -42,7 +42,7 @@ def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str)
 
 
 DBRX_ATTENTION = {"attn_pdrop": 0.1, "rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}
-DBRX_FFN = {"moe_jitter_eps": 0.3, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}
+DBRX_FFN = {"moe_jitter_eps": 0.3, "ffn_hidden_size": 96, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_model_that_stores_whole_numbers_in_buffers_is_refused(monkeypatch: py
 
     built = Qwen3ForCausalLM.__init__
 
-    def with_buffer(self: Qwen3ForCausalLM, config: object) -> None:
+    def with_buffer(self: Qwen3ForCausalLM, config: Any) -> None:
         built(self, config)
         self.register_buffer("table", torch.zeros(3, dtype=torch.int64))
 

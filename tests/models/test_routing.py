@@ -109,14 +109,17 @@ def test_routers_tell_what_they_choose_and_choose_again(family: str) -> None:
         ("hunyuan_v1_moe", {"num_experts": EXPERTS, "moe_topk": [2, 2]}),
     ],
 )
-def test_the_experts_per_token_are_known_whatever_the_config_calls_them(family: str, fields: dict[str, Any]) -> None:
+def test_experts_per_token_are_known_by_each_familys_name(family: str, fields: dict[str, Any]) -> None:
     config = smallest_config(family)
     config.update({**fields, "num_hidden_layers": 2, "moe_intermediate_size": 16})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     taken = Routers(model)
+    assert taken.topk == 2
+    if not taken.layers:
+        pytest.skip("this transformers does not say which modules are this family's routers")
     with torch.no_grad(), taken.replaying(None, keep=True):
         model(input_ids=TOKENS, use_cache=False)
-        assert taken.chosen.shape == (TOKENS.shape[1], taken.layers, taken.topk) == (TOKENS.shape[1], 2, 2)
+        assert taken.chosen.shape == (TOKENS.shape[1], 2, 2)
 
 
 GROUPS = {
