@@ -122,6 +122,24 @@ def test_experts_per_token_are_known_by_each_familys_name(family: str, fields: d
         assert taken.chosen.shape == (TOKENS.shape[1], 2, 2)
 
 
+def test_logits_of_routers_that_record_probabilities_are_their_logarithms() -> None:
+    config = smallest_config("gemma4_text")
+    moe = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 16}
+    config.update(moe)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    taken = Routers(model)
+    if not taken.layers:
+        pytest.skip("this transformers does not say which modules are this family's routers")
+    scores: list[Tensor] = []
+    for router in routers(model):
+        router.get_submodule("proj").register_forward_hook(lambda module, given, output: scores.append(output))
+    with torch.no_grad(), taken.replaying(None, record=True):
+        model(input_ids=TOKENS, use_cache=False)
+        found = taken.take(logits=True).logits
+    for logits, wanted in zip(found, scores, strict=True):
+        torch.testing.assert_close(logits.softmax(-1), wanted.view_as(logits).softmax(-1))
+
+
 GROUPS = {
     "n_routed_experts": EXPERTS,
     "n_group": 3,
