@@ -177,7 +177,9 @@ def _silence(config: PreTrainedConfig) -> None:
     # Engines sample without noise, and so does transformers in `eval()`. Only Phi-MoE reads its router_jitter_noise
     # there too, as the margin within which experts are not masked, and samples experts by it in `train()`: neither 0
     # nor the config's value gives an engine's log-probs in training, so `parts` refuses it.
-    for part in (config, config.get_text_config()):
+    text = config.get_text_config()
+    parts = [getattr(text, name, None) for name in text.sub_configs]  # of DBRX's attention and experts
+    for part in (config, text, *(each for each in parts if each is not None)):
         for name, value in list(vars(part).items()):
             if isinstance(value, int | float) and value and any(word in name for word in NOISE):
                 setattr(part, name, type(value)(0))

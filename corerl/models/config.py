@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # `dtype`, and head_dim, which the modeling code of some models (Qwen3-MoE) reads if present.
 UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim"})
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
+# Fields that say how many experts a token is sent to: most models', Gemma 4's, Aria's and Hunyuan's, DBRX's.
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # fields that say how many tokens a sequence may have
 
 
@@ -105,6 +107,14 @@ def context_length(config: PreTrainedConfig) -> int | None:
     """Maximum tokens of a sequence by the model's own config; None if it sets no limit."""
     text = config.get_text_config()
     return next((size for name in POSITIONS if (size := getattr(text, name, None)) is not None), None)
+
+
+def topk_of(config: PreTrainedConfig) -> int:
+    """The number of experts that a layer of the text decoder sends a token to; 0 for a dense model."""
+    text = config.get_text_config()
+    parts = (text, getattr(text, "ffn_config", None))  # the second is DBRX's
+    found = next((found for part in parts for name in CHOSEN if (found := getattr(part, name, None))), 0)
+    return int(max(found) if isinstance(found, list) else found)  # Hunyuan lists every layer's
 
 
 def _require_counts(config: PreTrainedConfig, where: str) -> None:

@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.kinds import experts_of
+from corerl.models.config import topk_of
 
 TOPK = (torch.topk, Tensor.topk)
+PROBABILITIES = ("gemma4_text",)  # types of text decoders whose routers record these as their logits
 REPLAYS = "replay requires routers that call torch.topk exactly once; set algorithm.routing_replay to 'none'"
 
 
@@ -71,9 +73,8 @@ class Routers:
         self._name = type(model).__name__
         self.layers = len(modules)
         self.experts = experts_of(model.config.to_dict())
-        text = model.config.get_text_config()
-        of_dbrx = getattr(getattr(text, "ffn_config", None), "moe_top_k", 0)
-        self.topk = int(getattr(text, "num_experts_per_tok", 0) or of_dbrx or 0)  # experts per token
+        self.topk = topk_of(model.config)
+        self._of_probabilities = model.config.get_text_config().model_type in PROBABILITIES
         self._logits_at = _recorders(model)[0].index if modules else 0
         self._active = False
         self._routed: Routed | None = None  # of the block's first pass, if it is to be recorded
@@ -107,7 +108,10 @@ class Routers:
             flat = [each.flatten(0, -2) for each in cells]
             return flat if scatter is None else [each[scatter] for each in flat]
 
-        return Routed(of_tokens(routed.logits) if logits else [], of_tokens(routed.chosen))
+        found = of_tokens(routed.logits) if logits else []
+        if self._of_probabilities:  # whose logarithms are logits, up to a number for each token
+            found = [each.clamp_min(torch.finfo(each.dtype).tiny).log() for each in found]
+        return Routed(found, of_tokens(routed.chosen))
 
     def set_cells(self, gather: Tensor | None, scatter: Tensor | None) -> None:
         """From now on the model sees T tokens as cells: `gather` has the token of each cell, `scatter` [T] the cell of

@@ -91,7 +91,8 @@ def _row_sums(
     for first in range(0, real, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         inside = columns < real
-        x = tl.div_rn(tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32), temperature)
+        x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
+        x = tl.div_rn(tl.where(x < -1e30, -1e30, x), temperature)
         x = tl.where(inside, x, -1e30)
         highest = tl.maximum(m, tl.max(x, 0))
         # Rescale the sums from the old peak to the new one.
@@ -135,7 +136,7 @@ def _gradient(
     first = tl.program_id(1) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
     x = tl.load(logits + columns, mask=columns < real, other=0.0).to(tl.float32)
-    log_p = tl.div_rn(x, temperature) - tl.load(normalizer + row)
+    log_p = tl.div_rn(tl.where(x < -1e30, -1e30, x), temperature) - tl.load(normalizer + row)
     factor = tl.load(falls + row)
     if ENTROPY:
         factor += tl.load(slope + row) * log_p

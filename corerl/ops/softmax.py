@@ -14,7 +14,9 @@ from torch import Tensor
 
 from corerl.ops.buildable import why_unbuildable
 
-NEVER = -1e30  # the logit of padding: exp() makes it 0, and multiplied by that 0 it is not NaN, as -inf would be
+# The logit of padding, and of what a model rules out by -inf: exp() makes it 0, and multiplied by that 0 it is not NaN,
+# as -inf would be.
+NEVER = -1e30
 
 
 class RowSums(NamedTuple):
@@ -56,6 +58,8 @@ def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, 
     torch.amax(x, -1, out=sums.peak)
     torch.gather(x, -1, targets, out=chosen)
     below = torch.sub(x, sums.peak[:, None], out=x if x is not logits else None)
+    if with_spread:
+        below.clamp_(min=NEVER)
     powers = below.exp() if with_spread else below.exp_()
     torch.sum(powers, -1, out=sums.total)
     if with_spread:
@@ -80,7 +84,7 @@ def gradient_(
     x = _tempered(logits, temperature, real)
     log_p = torch.sub(x, normalizer[:, None], out=x if x is not logits else None)
     if slopes.slope is not None:
-        p = log_p.exp()
+        p = log_p.clamp_(min=NEVER).exp()
         factor = torch.addcmul(slopes.falls[:, None], log_p, slopes.slope[:, None], out=log_p)
     else:
         p, factor = log_p.exp_(), slopes.falls[:, None]

@@ -46,19 +46,21 @@ def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expect
     assert "\n" not in caught.value.message
 
 
-def test_heads_that_cannot_share_keys_and_values_are_refused() -> None:
-    fields = {"model_type": "qwen3", "num_attention_heads": 4}
+@pytest.mark.parametrize(
+    ("model_type", "fields", "name", "wrong", "told"),
+    [
+        ("qwen3", {"num_attention_heads": 4}, "num_key_value_heads", 3, "=3 does not divide num_attention_heads=4"),
+        ("qwen3_moe", {"num_experts": 2}, "num_experts_per_tok", 3, "=3, wanted at most 2, the number of experts"),
+    ],
+)
+def test_heads_and_experts_that_do_not_fit_are_refused(
+    model_type: str, fields: dict[str, Any], name: str, wrong: int, told: str
+) -> None:
+    fields = {"model_type": model_type, **fields}
     with pytest.raises(ModelError) as caught:
-        hf_config(ModelConfig(config={**fields, "num_key_value_heads": 3}))
-    assert caught.value.message == "model.config.num_key_value_heads=3 does not divide num_attention_heads=4"
-    assert hf_config(ModelConfig(config={**fields, "num_key_value_heads": 2})).num_key_value_heads == 2
-
-
-def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
-    fields = {"model_type": "qwen3_moe", "num_experts": 4}
-    with pytest.raises(ModelError, match="num_experts_per_tok=5, wanted at most 4"):
-        hf_config(ModelConfig(config={**fields, "num_experts_per_tok": 5}))
-    assert hf_config(ModelConfig(config={**fields, "num_experts_per_tok": 4})).num_experts_per_tok == 4
+        hf_config(ModelConfig(config={**fields, name: wrong}))
+    assert caught.value.message == f"model.config.{name}{told}"
+    assert getattr(hf_config(ModelConfig(config={**fields, name: 2})), name) == 2
 
 
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:

@@ -284,3 +284,5 @@ def test_values_come_from_hidden_states_before_each_token() -> None:
     assert [id(each) for each in policy.head_parameters] == [id(params["value_head.weight"])]
     with pytest.raises(ModelError, match="a critic cannot compute entropy, logprobs"):
         passed(policy, sequences)
+    with pytest.raises(ModelError, match="a policy cannot compute values"):
+        passed(policy_of(drawn_model(tiny_config("qwen3")), "packed"), sequences, (Output.VALUES,))

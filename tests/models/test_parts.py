@@ -29,7 +29,6 @@ from tests.models.passes import drawn, passed, policy_of
         ),
         (smallest_config("gemma3_text", use_bidirectional_attention=True), "with use_bidirectional_attention=True"),
         (smallest_config("gemma4_text", use_bidirectional_attention="all"), "with use_bidirectional_attention=all"),
-        (smallest_config("xlnet"), "^XLNetLMHeadModel lets every token see later ones; use another model"),
         (smallest_config("phimoe"), "^PhimoeForCausalLM uses router_jitter_noise"),
     ],
     ids=lambda each: each.model_type if isinstance(each, PreTrainedConfig) else "",

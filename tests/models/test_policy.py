@@ -5,9 +5,8 @@ import torch
 
 from corerl.errors import ModelError
 from corerl.models.layouts import make_policy
-from corerl.types import Output
 from corerl_testing import smallest_config
-from corerl_testing.models import drawn_model, tiny_config
+from corerl_testing.models import drawn_model
 from corerl_testing.pool import RankPool
 from tests.models import passes
 
@@ -19,12 +18,6 @@ def test_padding_of_the_vocabulary_has_no_probability(model_type: str) -> None:
     got, wanted = passes.passed(policy, sequences), passes.by_the_book(plain, sequences, vocabulary=97)
     passes.assert_same(policy, got, dict(plain.named_parameters()), wanted)
     assert not policy.model.get_output_embeddings().weight.grad[97:].any()
-
-
-def test_values_are_refused() -> None:
-    policy = passes.policy_of(drawn_model(tiny_config("qwen3")), "packed")
-    with pytest.raises(ModelError, match="a policy cannot compute values"):
-        passes.passed(policy, passes.drawn(8), (Output.VALUES,))
 
 
 @pytest.mark.parametrize("layout", ["packed", "whole"])

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.models.routing import Routers, routers
+from corerl_testing import smallest_config
 
 EXPERTS, TOPK, TOKENS = 6, 2, torch.arange(11)[None]
 
@@ -98,6 +99,45 @@ def test_routers_tell_what_they_choose_and_choose_again(family: str) -> None:
         with taken.replaying(others()):
             assert not torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
         assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2}),
+        ("aria_text", {"moe_num_experts": EXPERTS, "moe_topk": 2}),
+        ("hunyuan_v1_moe", {"num_experts": EXPERTS, "moe_topk": [2, 2]}),
+    ],
+)
+def test_experts_per_token_are_known_by_each_familys_name(family: str, fields: dict[str, Any]) -> None:
+    config = smallest_config(family)
+    config.update({**fields, "num_hidden_layers": 2, "moe_intermediate_size": 16})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    taken = Routers(model)
+    assert taken.topk == 2
+    if not taken.layers:
+        pytest.skip("this transformers does not say which modules are this family's routers")
+    with torch.no_grad(), taken.replaying(None, keep=True):
+        model(input_ids=TOKENS, use_cache=False)
+        assert taken.chosen.shape == (TOKENS.shape[1], 2, 2)
+
+
+def test_logits_of_routers_that_record_probabilities_are_their_logarithms() -> None:
+    config = smallest_config("gemma4_text")
+    moe = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 16}
+    config.update(moe)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    taken = Routers(model)
+    if not taken.layers:
+        pytest.skip("this transformers does not say which modules are this family's routers")
+    scores: list[Tensor] = []
+    for router in routers(model):
+        router.get_submodule("proj").register_forward_hook(lambda module, given, output: scores.append(output))
+    with torch.no_grad(), taken.replaying(None, record=True):
+        model(input_ids=TOKENS, use_cache=False)
+        found = taken.take(logits=True).logits
+    for logits, wanted in zip(found, scores, strict=True):
+        torch.testing.assert_close(logits.softmax(-1), wanted.view_as(logits).softmax(-1))
 
 
 GROUPS = {

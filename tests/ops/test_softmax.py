@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +106,21 @@ def test_a_kernel_makes_a_target_that_is_no_word_no_number(target: int, way: str
         pytest.skip("an IndexError, which a GPU tells of later")
     sums = row_sums(logits, y, temperature=1.0, real=30, with_spread=False)
     assert sums.chosen.isnan().tolist() == [[row == 2] for row in range(TOKENS)]
+
+
+@pytest.mark.parametrize("ruled_out", [float("-inf"), torch.finfo(torch.bfloat16).min])
+def test_ruled_out_tokens_change_neither_entropy_nor_gradient(ruled_out: float, way: str) -> None:
+    logits, y, weigh = drawn(torch.bfloat16, words=40)
+    kept = [column for column in range(40) if column != 30]
+    y.clamp_(max=20)
+    logits[:, 30] = ruled_out  # bfloat16's least number / 0.7 is -inf in float32
+    how: Any = {"temperature": 0.7, "with_spread": True}
+    sums, without = row_sums(logits, y, real=40, **how), row_sums(logits[:, kept].contiguous(), y, real=39, **how)
+    for got, want in zip(sums, without, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    slopes = Slopes(falls=weigh[0], rises=-weigh[0][:, None], slope=weigh[1])
+    normalizer = sums.peak + sums.total.log()
+    got = gradient_(logits.clone(), y, normalizer, slopes, temperature=0.7, real=40)
+    assert not got[:, 30].any()
+    rest = gradient_(logits[:, kept].contiguous(), y, normalizer, slopes, temperature=0.7, real=39)
+    torch.testing.assert_close(got[:, kept], rest, rtol=0, atol=0)
