@@ -154,9 +154,12 @@ def _bridge(config: MegatronConfig, cluster: ClusterInfo, *, recompute: bool) ->
             "transformer='auto'",
         )
     if config.fp8 != "none":
+        yield Problem("bridge", f"true with fp8={config.fp8!r}, which has not been tried; set fp8='none'")
+    if cluster.train is not None and too_precise(config, cluster.train.precision):
         yield Problem(
             "bridge",
-            f"true with fp8={config.fp8!r}, which has not been tried; set fp8='none'",
+            f"true, but TransformerEngine has no attention for context_parallel={config.context_parallel} in float32; "
+            "set train.precision='bfloat16', or context_parallel to 1",
         )
     model = cluster.model
     if not model:
