@@ -45,21 +45,26 @@ def test_a_run_that_moves_often_follows_one_that_stays(
 
 
 @pytest.mark.parametrize(
-    ("kind", "saved", "read"),
-    [("qwen3-tied", TP2, PP2), ("qwen3", PP2, DP2), ("qwen3-deep", VPP2, VPP2), ("glm4-moe", EP2, EP2)],
-    ids=["tp2 to pp2", "pp2 to dp2", "vpp2, whole optimizer", "ep2, weights in buffers"],
+    ("kind", "saved", "read", "critic"),
+    [
+        ("qwen3-tied", TP2, PP2, False),
+        ("qwen3", PP2, DP2, False),
+        ("qwen3-deep", VPP2, VPP2, False),
+        ("glm4-moe", EP2, EP2, False),
+        ("qwen3-tied", PP2, TP2, True),
+    ],
+    ids=["tp2 to pp2", "pp2 to dp2", "vpp2, whole optimizer", "ep2, weights in buffers", "a critic"],
 )
 def test_megatrons_own_checkpoint_holds_what_ours_does(
-    runs: Runs, tmp_path: Path, kind: str, saved: Place, read: Place
+    runs: Runs, tmp_path: Path, kind: str, saved: Place, read: Place, critic: bool
 ) -> None:
     backend, options, ranks = saved
     checkpoint = Checkpoint(begin(tmp_path, 2), ranks)
-    setup = evolve(runs.setup(backend, kind), options={**options, "native_checkpoint": True})
+    setup = evolve(runs.setup(backend, kind), options={**options, "native_checkpoint": True}, value_head=critic)
     runs.train(ranks, setup, range(2), save_after=1, save_to=checkpoint.role)
     backend, options, ranks = read
-    both = runs.rank_sets[ranks].run(
-        native_then_portable, evolve(runs.setup(backend, kind), options=options), checkpoint.complete()
-    )
+    reading = evolve(runs.setup(backend, kind), options=options, value_head=critic)
+    both = runs.rank_sets[ranks].run(native_then_portable, reading, checkpoint.complete())
     native, portable = (whole(states) for states in zip(*both, strict=True))
     assert different(native, portable, list(portable)) == []
 

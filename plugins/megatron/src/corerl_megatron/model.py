@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -65,6 +66,12 @@ class PackedModel(GPTModel):
         del self.output_layer
         weight = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device="cuda")
         self.add_module(VALUE_HEAD, weight)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        critic = hasattr(self, VALUE_HEAD)
+        # After the last layer megatron-core expects a language-model head here.
+        with mock.patch.object(self, "post_process", self.post_process and not critic):
+            return super().sharded_state_dict(*args, **kwargs)
 
     def scale_embeddings(self, scale: float, *, rounded: bool) -> None:
         factor = float(torch.tensor(scale, dtype=self.config.params_dtype)) if rounded else scale

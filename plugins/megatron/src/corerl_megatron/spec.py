@@ -154,9 +154,12 @@ def _bridge(config: MegatronConfig, cluster: ClusterInfo, *, recompute: bool) ->
             "transformer='auto'",
         )
     if config.fp8 != "none":
+        yield Problem("bridge", f"true with fp8={config.fp8!r}, which has not been tried; set fp8='none'")
+    if cluster.train is not None and too_precise(config, cluster.train.precision):
         yield Problem(
             "bridge",
-            f"true with fp8={config.fp8!r}, which has not been tried; set fp8='none'",
+            f"true, but TransformerEngine has no attention for context_parallel={config.context_parallel} in float32; "
+            "set train.precision='bfloat16', or context_parallel to 1",
         )
     model = cluster.model
     if not model:
@@ -185,6 +188,7 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
     sizes, experts = built.transformer, built.experts
     tp, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
     expert_tp = config.expert_tensor_parallel or tp
+    splits_experts = "expert_tensor_parallel" if config.expert_tensor_parallel else "tensor_parallel"
     divided = (
         ("tensor_parallel", tp, sizes["num_attention_heads"], "attention heads"),
         ("tensor_parallel", tp, sizes["num_query_groups"], "key-value heads"),
@@ -192,7 +196,7 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
         ("tensor_parallel", tp, sizes.get("moe_shared_expert_intermediate_size", 0), "columns of the shared experts"),
         ("pipeline_parallel", stages, sizes["num_layers"], "layers"),
         ("expert_parallel", config.expert_parallel, experts, "experts"),
-        ("expert_tensor_parallel", expert_tp, sizes.get("moe_ffn_hidden_size", 0), "columns of an expert"),
+        (splits_experts, expert_tp, sizes.get("moe_ffn_hidden_size", 0), "columns of an expert"),
     )
     yield from _divided(config, *divided)
     if recompute:
