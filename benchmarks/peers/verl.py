@@ -205,18 +205,10 @@ def common(side: str, step: Mapping[str, float]) -> dict[str, float]:
     return {name: step[names[place]] for name, names in NAMES.items() if names[place] in step}
 
 
-def by_token(steps: Steps) -> list[float]:
-    """Seconds of each step by response token."""
-    return [step["step"] / (step["length"] * PROMPTS * SAMPLES) for step in steps]
-
-
-def together(counted: Mapping[str, Steps]) -> float:
-    """CoreRL's tokens a second over verl's, of all steps. Where samples end by themselves a step's tokens differ by a
-    tenth and its seconds by less, since the longest sample decides: one step beside one step says little there."""
-    ours, other = (
-        sum(step["length"] for step in counted[side]) / sum(step["step"] for step in counted[side]) for side in SIDES
-    )
-    return ours / other
+def rate(steps: Steps) -> float:
+    """Response tokens a second of these steps. Where samples end by themselves a step's tokens differ by a tenth and
+    its seconds by less, since the longest sample decides: one step beside one step says little there."""
+    return PROMPTS * SAMPLES * sum(step["length"] for step in steps) / sum(step["step"] for step in steps)
 
 
 def report(name: str, case: Case, steps: Mapping[str, Steps]) -> Report:
@@ -224,25 +216,23 @@ def report(name: str, case: Case, steps: Mapping[str, Steps]) -> Report:
     counted = {side: each[case.warm :] for side, each in steps.items() if len(each) > case.warm}
     comparisons, numbers = [], []
     if len(counted) == len(SIDES):
-        ours, other = (by_token(counted[side]) for side in SIDES)
-        rounds = min(len(ours), len(other))
+        rounds = list(zip(*([rate([step]) for step in counted[side]] for side in SIDES), strict=False))
         comparisons = [
             Comparison(
                 what=f"{name}: a step by response token",
                 against="verl's",
-                ours=[1e3 * each for each in ours[:rounds]],  # of 1,000 tokens
-                other=[1e3 * each for each in other[:rounds]],
+                ours=[1e3 / own for own, _ in rounds],  # of 1,000 tokens
+                other=[1e3 / theirs for _, theirs in rounds],
                 target=round(1 / case.target, 3),
             )
         ]
-        ratios = [theirs / own for own, theirs in zip(ours[:rounds], other[:rounds], strict=True)]
-        numbers = [
-            Number(what=f"{name}: CoreRL's tokens a second over verl's", values=ratios, unit="x"),
-            Number(what=f"{name}: the same of all steps together", values=[together(counted)], unit="x"),
-        ]
+        ratios = {"each step": [own / theirs for own, theirs in rounds]}
+        ratios["all steps together"] = [rate(counted["corerl"]) / rate(counted["verl"])]
+        what = f"{name}: CoreRL's tokens a second over verl's"
+        numbers = [Number(what=f"{what}, {of}", values=values, unit="x") for of, values in ratios.items()]
     for side, each in counted.items():
         numbers += [
-            Number(what=f"{name}, {side}", values=[1 / seconds for seconds in by_token(each)], unit="tokens/s"),
+            Number(what=f"{name}, {side}", values=[rate([step]) for step in each], unit="tokens/s"),
             Number(what=f"{name}, {side}: a sample", values=[step["length"] for step in each], unit="tokens"),
             *(
                 Number(what=f"{name}, {side}: {part}", values=values, unit="s")
