@@ -26,11 +26,12 @@ from corerl.rollout.scoring import Scores
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
-from plugins.agents.tests.samplers import episode_sampler
+from corerl_agents.sampler import EpisodeSampler
 from tests.engines.services import request_of, serve
 from tests.rollout import sampling
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines, logprobs, row_of
+from tests.rollout.samplers import context
 from tests.rollout.sampling import PARAMS, PROMPTS, REWARD, SAMPLES, TOKENIZER, indices, upcoming, versions
 
 
@@ -90,14 +91,11 @@ def episodes(use: Use[Engines]) -> Iterator[Sampling]:
 
     def make(engines: Engines, function: Callable[..., Any], **config: Any) -> Sampler:
         fronts.append(ChatServer(engines.fleet.loop, temperature=1.0, top_p=1.0))
-        return episode_sampler(
-            tokenizer=TOKENIZER,
-            generate=engines.fleet.generate,
-            seed=7,
+        return EpisodeSampler(
+            EpisodesConfig(**config),
+            context(tokenizer=TOKENIZER, generate=engines.fleet.generate, seed=7, calls=12),
             function=EpisodeFunction(name="mine:play", function=function),
             server=fronts[-1],
-            config=EpisodesConfig(**config),
-            calls=12,
         )
 
     yield make
