@@ -182,7 +182,9 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             residency=residency,
             progress=progress,
-            notices=StepNotices(unseen=unseen_tokens(plan.rollout) if plan.run.has_engines else {}),
+            notices=StepNotices(
+                unseen=unseen_tokens(plan.rollout) if plan.run.has_engines else {}, sampled=plan.run.has_engines
+            ),
             placeholder=None if plan.rollout.pictures is None else plan.rollout.pictures.placeholder,
         ),
     )

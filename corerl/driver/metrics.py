@@ -177,6 +177,7 @@ class StepNotices:
     """Reads each step of a run, and remembers what is reported only once."""
 
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {}: reported
+    sampled: bool = True  # by this run, whose settings say when samples are cut off
     _zero: InRow = field(factory=InRow, init=False)  # steps that taught nothing
     _cut_off: InRow = field(factory=InRow, init=False)  # steps whose samples were cut off
 
@@ -186,7 +187,8 @@ class StepNotices:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
         yield from self._of_unseen(scored.rollout.batch)
-        yield from self._of_cut_off(scored.rollout)
+        if self.sampled:
+            yield from self._of_cut_off(scored.rollout)
         if trained is not None:
             yield from self._of_zero_advantages(trained)
 
@@ -208,8 +210,8 @@ class StepNotices:
             return  # a choice of one token has no end
         if self._cut_off.completed(cut >= NEARLY_ALL):
             yield (
-                f"nearly all samples reached rollout.max_tokens, {STEPS} steps in a row, now {cut:.0%}: they are "
-                "scored and trained on without their ends; raise it if answers are to end"
+                f"nearly all samples reached rollout.max_tokens, {STEPS} steps in a row, now {cut:.0%}: what comes "
+                "after it is neither scored nor trained on; raise it if answers are to end"
             )
 
     def _of_zero_advantages(self, samples: SampleBatch) -> Iterator[str]:

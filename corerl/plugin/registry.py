@@ -167,13 +167,20 @@ def locate(kind: Kind, name: str) -> Entry:
 @functools.lru_cache(maxsize=32)
 def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
     """What is installed there: each worker and each command asks several times."""
-    found = [
-        # An interrupted install may have left its entry points alone: then neither name nor version is known.
-        Entry(name=each.name, distribution=each.dist.name or "", version=each.dist.version or "", value=each.value)
-        for each in _entry_points(where).select(group=kind.group)
-        if each.dist is not None
-    ]
+    found = []
+    for each in _entry_points(where).select(group=kind.group):
+        if each.dist is not None:
+            distribution, version = _installed_as(each.dist)
+            found.append(Entry(name=each.name, distribution=distribution, version=version, value=each.value))
     return tuple(sorted(found, key=lambda entry: (entry.name, entry.distribution)))
+
+
+def _installed_as(distribution: Any) -> tuple[str, str]:
+    """Name and version; "" if an interrupted install has left its entry points alone."""
+    try:
+        return distribution.name or "", distribution.version or ""
+    except FileNotFoundError:  # of the package importlib_metadata, which once imported answers in Python's place
+        return "", ""
 
 
 @functools.lru_cache(maxsize=4)

@@ -57,6 +57,7 @@ def test_samples_that_are_cut_off_are_reported_once(steps: list[ScoredRollout], 
     assert [line.partition(":")[0] for line in said(StepNotices(), *steps)] == [
         f"nearly all samples reached rollout.max_tokens, 3 steps in a row, now {share}"
     ] * bool(share)
+    assert said(StepNotices(sampled=False), *steps) == []  # another run's limit is not this one's to raise
 
 
 def trained(*groups: str, roles: str = "") -> SampleBatch:

@@ -53,10 +53,15 @@ def test_a_broken_backend_has_its_cause_and_spoils_none(install: Install, backen
     assert load(Kind.BACKENDS, "good").name == "good"
 
 
-def test_a_distribution_without_metadata_spoils_none(install: Install, backend_spec: str) -> None:
+@pytest.mark.parametrize("library", ["importlib.metadata", "importlib_metadata"])
+def test_a_distribution_without_metadata_spoils_none(
+    install: Install, backend_spec: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install("corerl-good", {"backends": {"half": "good_m:SPEC"}}, good_m=backend_spec)
     site = install("corerl-half", {"backends": {"half": "half_m:SPEC"}})
     (site / "corerl_half-0.1.0.dist-info/METADATA").unlink()  # as an interrupted install leaves it
+    # The second takes the place of the first once anything has imported it.
+    monkeypatch.setattr("importlib.metadata.entry_points", pytest.importorskip(library).entry_points)
     assert load(Kind.BACKENDS, "corerl-good:half").distribution == "corerl-good"
     assert [each.distribution for each in scan(Kind.BACKENDS) if each.name == "half"] == ["", "corerl-good"]
 

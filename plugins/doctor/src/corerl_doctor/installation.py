@@ -40,7 +40,7 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
     """Warn of plugin distributions that are found several times, and names that several distributions offer."""
     # Not of `entries`: of several copies of a distribution Python reads the first on sys.path, which may be stale.
     ours = [each for each in distributions() if "[corerl." in (each.read_text("entry_points.txt") or "")]
-    for name in sorted({each.metadata["Name"] for each in ours if each.metadata["Name"]}):
+    for name in sorted({each.metadata["Name"] for each in ours if _is_described(each)}):
         if len(found := _copies(name)) > 1:
             yield Finding(
                 level=Level.WARNING,
@@ -63,12 +63,17 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
             )
 
 
+def _is_described(distribution: Distribution) -> bool:
+    """False for what an interrupted install has left, whose metadata some versions of Python's library raise for."""
+    return bool(distribution.read_text("METADATA") or distribution.read_text("PKG-INFO"))
+
+
 def _copies(name: str) -> list[str]:
     """The copies of a distribution's metadata with different contents. Copies that say the same do not count: an
     editable install by setuptools has one from the install and one from the source tree."""
     found: dict[tuple[str, str], str] = {}
     for each in distributions(name=name):
-        version = each.metadata["Version"] or "damaged"
+        version = each.metadata["Version"] if _is_described(each) else "damaged"
         where = getattr(each, "_path", each.locate_file(""))
         found.setdefault((version, (each.read_text("entry_points.txt") or "").strip()), f"{version} in {where}")
     return list(found.values())

@@ -45,6 +45,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "`shared` of `MicroBatch`, and `PackedSequences.sharing`": "`prefix_lengths`, and `with_prefixes`",
         '`roles.critic.devices = "shared"`, and of other roles': '`"colocated"`',
         "the metrics `rollout/staleness_share/S` and `moe/largest_share`": "they end in `_fraction`",
+        "the lines that `corerl.observability.read_lines` yielded with their records": "not needed: it yields records",
         "corerl_testing:exact_share": "corerl_testing: exact_fraction",
         "corerl.driver:Groups": "corerl.driver: RunGroups",
         "`TrainGroup.plan`": "`TrainGroup.role_plan`",

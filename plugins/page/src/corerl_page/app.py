@@ -83,6 +83,8 @@ def app(runs: Sequence[Run], *, key: str, hosts: Collection[str] = ()) -> Starle
                 return JSONResponse(await run_in_threadpool(answer, request), headers=HEADERS)
             except Refused as refused:
                 return JSONResponse({"error": str(refused)}, refused.status, headers=HEADERS)
+            except Gone as error:
+                return JSONResponse({"error": str(error)}, 404, headers=HEADERS)
             except (OSError, ValueError) as error:  # a file of the run that cannot be read
                 return JSONResponse({"error": f"cannot read the run: {one_line(error)}"}, 500, headers=HEADERS)
 
@@ -176,10 +178,7 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
 
 
 def _sample(run: Run, request: Request) -> dict[str, Any]:
-    try:
-        return run.samples(_number(request, "step")).record(request.path_params["id"])
-    except Gone as error:
-        raise Refused(str(error), status=404) from None
+    return run.samples(_number(request, "step")).record(request.path_params["id"])
 
 
 def _timeline(run: Run, request: Request) -> dict[str, Any]:

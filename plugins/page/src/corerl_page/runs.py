@@ -84,7 +84,7 @@ SHOWN = 160  # characters of a text in a list
 FAR = 0.1  # mean |trainer - engine| above which a sample counts as far; rounding makes 1e-7 to 0.06
 
 
-RECENT = 32  # steps, of each kind, whose summaries stay in memory: one takes 1 kB, and a long run has millions
+RECENT = 32  # steps, counted for each kind, whose summaries stay in memory: 1 kB each, of which a run has millions
 
 
 class Gone(ValueError):

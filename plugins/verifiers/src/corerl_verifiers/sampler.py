@@ -41,7 +41,7 @@ class Serving:
             async with self._env.serving():
                 ready.set_result(None)
                 await self._over.wait()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if ready.done():
                 raise
             ready.set_exception(error)
