@@ -78,7 +78,7 @@ def plan_rollout(
         with problems.stage():
             make_sampler = plan_sampler(config, sampler, plugins.engine.spec)
     if sampler.spec.prompts is not None:
-        problems.raise_all()  # of options that cannot be used there are no prompts
+        problems.raise_all()  # options that cannot be used give no prompts
     with problems.stage("data.source"):
         given = _rows_of(sampler, config) if samples and not names_prompts(data) else None
         prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given, pictures=pictures)

@@ -54,11 +54,11 @@ def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
     `dict`, the `bytes`, or None for nothing."""
     in_turn = partial(partial, service.in_turn)
     return [
-        ("GET", "healthz", lambda: {"status": "ok"}, None),
+        ("GET", "healthz", _always({"status": "ok"}), None),
         ("GET", "get_server_capabilities", service.capabilities, None),
-        ("POST", "client/config", lambda: CLIENT_CONFIG, None),
+        ("POST", "client/config", _always(CLIENT_CONFIG), None),
         # Stack traces, and headers of failed requests, which are not kept.
-        ("POST", "telemetry", lambda: {"status": "accepted"}, None),
+        ("POST", "telemetry", _always({"status": "accepted"}), None),
         ("POST", "create_session", service.create_session, sdk.CreateSessionRequest),
         ("POST", "session_heartbeat", service.session_heartbeat, sdk.SessionHeartbeatRequest),
         ("POST", "sessions/{session}/finish", service.finish_session, None),
@@ -80,6 +80,13 @@ def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
         ("PUT", f"{CHECKPOINT}/ttl", service.expire_checkpoint, dict),
         ("DELETE", CHECKPOINT, service.delete_checkpoint, None),
     ]
+
+
+def _always(fields: Any) -> Handler:
+    async def handler() -> Any:  # in no thread, for which it would wait while passes are read in all of them
+        return fields
+
+    return handler
 
 
 def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette:
@@ -180,8 +187,7 @@ class Server:
         )
 
     def run(self) -> None:
-        """Serve until `http` is told to exit, or this thread is interrupted, which makes all calls of the policy but
-        `draw`."""
+        """Serve until `http` is told to exit, or this thread is interrupted."""
         try:
             self._loop.run(self._serve())
         finally:

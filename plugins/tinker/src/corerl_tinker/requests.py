@@ -102,7 +102,7 @@ def require_sampled(request: sdk.SampleRequest, given: Fields) -> None:
     length = request.prompt.length
     checks = {
         "prompt": length > 0,
-        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / max(length, 1)),
+        "num_samples": request.num_samples >= 1,
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,
@@ -115,3 +115,8 @@ def require_sampled(request: sdk.SampleRequest, given: Fields) -> None:
         if not holds:
             value = getattr(request, name, None) or getattr(params, name, None)
             raise Refused(f"{name}={short_repr(value, 80)} is out of range")
+    if request.num_samples > (most := min(MOST_SAMPLES, MOST_TOKENS // length)):
+        raise Refused(
+            f"num_samples={request.num_samples} is out of range, at most {most} of a prompt of {length} tokens; send "
+            "further requests for the others"
+        )
