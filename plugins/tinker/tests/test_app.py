@@ -60,7 +60,7 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
         (await bench.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served; ask for"),
         (await bench.sample(sampler, 1, target_prompt_logprobs=of_targets), 400, "target_prompt_logprobs is not ser"),
         (await bench.sample(sampler, 1, seq_id=None), 400, "seq_id is missing; number the requests"),
-        (await bench.sample(sampler, 1, num_samples=10**6), 400, "num_samples=1000000 is out of range, at most 4096 of "),
+        (await bench.sample(sampler, 1, num_samples=10**6), 400, "num_samples=1000000 is out of range, at most 4096"),
         (await bench.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
         (await bench.sample(sampler, 1, sampling_params={"stop": [2**70]}), 400, "stop=[1180591620717411303424] is"),
         (await bench.sample(sampler, 1, sampling_params={"min_p": 0.1}), 400, "sampling_params.min_p is not served"),
